@@ -1,0 +1,119 @@
+"""What a user may set, checked before anything is loaded. No torch, no vLLM, no Ray in here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+MAX_DRAFT_TOKENS = 63
+MAX_OUTCOMES = 64
+MAX_PASSES = 16
+SELECTIONS = ("uncalibrated",)
+TRANSPORTS = ("shared_memory", "local")
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the closest allowed name, or the empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise ValueError for the first key that is not allowed, naming the nearest one that is."""
+    names = list(allowed)
+    for key in given:
+        if key not in names:
+            raise ValueError(f"{where}: unknown option {key!r}{nearest(key, names)}; allowed: {', '.join(sorted(names))}")
+
+
+def check_range(name: str, value: Any, low: int, high: int, why: str = "") -> None:
+    """Raise ValueError unless ``value`` is an int in [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}{why}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
+    names = list(allowed)
+    if value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, got {value!r}{nearest(str(value), names)}")
+
+
+def resolve_class(path: str, option: str) -> type:
+    """The class at a dotted path.
+
+    Raises:
+        ValueError: there is no such module or class; the message names ``option``.
+    """
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{option}: no class at {path!r} ({error})") from error
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """The fixed shapes of one round: they never change while a draft process runs (invariant 3)."""
+
+    num_draft_tokens: int
+    """γ, draft tokens a block; vLLM's ``num_speculative_tokens``."""
+    num_outcomes: int = 4
+    """B, outcomes pre-drafted per round."""
+    jacobi_passes: int = 1
+    """J, refinement passes after the initial draft (Eq. 8)."""
+    context_refreshes: int = 1
+    """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
+    selection: str = "uncalibrated"
+    """How outcomes are scored: ``uncalibrated`` is Eq. 6."""
+
+    def __post_init__(self) -> None:
+        check_range("num_speculative_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        check_range("num_outcomes", self.num_outcomes, 1, MAX_OUTCOMES)
+        check_range("jacobi_passes", self.jacobi_passes, 0, MAX_PASSES)
+        check_range("context_refreshes", self.context_refreshes, 0, MAX_PASSES)
+        if self.context_refreshes > self.jacobi_passes:
+            raise ValueError(
+                f"context_refreshes must be at most jacobi_passes (a refresh stands before a pass), "
+                f"got context_refreshes={self.context_refreshes}, jacobi_passes={self.jacobi_passes}"
+            )
+        check_choice("selection", self.selection, SELECTIONS)
+
+    @property
+    def block_size(self) -> int:
+        """Anchor and draft tokens: what the target verifies at once."""
+        return self.num_draft_tokens + 1
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All a draft process needs to know at start; plain values only, so that Ray and pickle carry it."""
+
+    target: str
+    """Folder (or hub name) of the target's weights."""
+    checkpoint: str
+    """Folder of draft model, adapter and manifest."""
+    round: RoundConfig
+    num_slots: int
+    """Requests that can be drafted for at once; each owns one slot of every cache."""
+    max_model_len: int
+    dtype: str = "bfloat16"
+    """``float32``, ``bfloat16`` or ``float16``: of weights, caches and the states on the wire."""
+    device: str = "cpu"
+    num_threads: int = 1
+    engine: str = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
+    """Dotted path of the engine class: the place where researchers (and tests) plug in another drafter."""
+
+    def __post_init__(self) -> None:
+        check_range("num_slots", self.num_slots, 1, 4096)
+        check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+
+
+def from_dict(cls: type, values: dict[str, Any], where: str) -> Any:
+    """Build a frozen config from a dict; unknown keys are errors that name the nearest valid key."""
+    check_keys(values, [f.name for f in fields(cls)], where)
+    return cls(**values)

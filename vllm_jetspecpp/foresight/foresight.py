@@ -1,0 +1,174 @@
+"""One round: foresee how verification ends, draft the next block for every likely ending, refine the drafts.
+
+Shapes: rows are requests; T = γ + 1 positions a block; B branches a row, one for each outcome; L positions of context.
+Everything here has fixed shapes and no data-dependent branch (invariant 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_jetspecpp.config import RoundConfig
+from vllm_jetspecpp.foresight.context_refresh import replace_anchor
+from vllm_jetspecpp.foresight.masks import BranchMasks
+from vllm_jetspecpp.foresight.noise import noise_positions
+from vllm_jetspecpp.foresight.outcome_distribution import outcome_log_probs
+from vllm_jetspecpp.foresight.outcome_selection import SelectedOutcomes, select_outcomes
+from vllm_jetspecpp.models.attention import KeysValues
+from vllm_jetspecpp.models.networks import Networks
+
+Segments = list[KeysValues]
+"""One segment for every layer of a network."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Keys and values that stand before a block, for each network: verified prefix first, then predictions."""
+
+    draft_model: list[Segments]
+    adapter: list[Segments]
+    decoder: list[Segments]
+
+    def extended(self, other: Context) -> Context:
+        """This context followed by another."""
+        return Context(self.draft_model + other.draft_model, self.adapter + other.adapter, self.decoder + other.decoder)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The verified context of the rows of a round."""
+
+    context: Context
+    mask: Tensor  # [rows, L] bool: positions before the anchor whose states have arrived
+    anchor: Tensor  # [rows] int64, n
+    tokens: Tensor  # [rows, at least L + 2T] int64, all tokens up to n, the block under verification after them
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What adapter and decoder say of some blocks: the verification that has not happened yet."""
+
+    hidden: Tensor  # [rows, blocks * T, hidden], the decoder's output, ready for the LM head
+    context: Context  # the predicted states as context of what follows
+
+
+@dataclass(frozen=True)
+class PreDrafts:
+    """The outcome cache's new content."""
+
+    outcomes: SelectedOutcomes
+    bonus_tokens: Tensor  # [rows, B] int64, token ids
+    draft_tokens: Tensor  # [rows, B, γ] int64
+
+
+def per_layer(segments: list[Segments]) -> list[list[KeysValues]]:
+    """Segments of layers → for every layer, its segments."""
+    return [list(layer) for layer in zip(*segments, strict=True)]
+
+
+def simulate_verification(
+    nets: Networks, tokens: Tensor, positions: Tensor, context: Context, mask: Tensor
+) -> Simulation:
+    """Adapter, then decoder, over blocks of known tokens (Eq. 5).
+
+    Args:
+        tokens: [rows, blocks * T] int64.
+        positions: same shape, absolute.
+        context: what stands before the blocks.
+        mask: [rows, blocks * T, keys] over ``context`` and the blocks themselves.
+    """
+    rope = nets.target.rotary(positions)
+    states = nets.adapter(nets.target.embed(tokens), rope, per_layer(context.adapter), mask)
+    hidden, decoder_segments = nets.target.decoder(nets.deepest(states), rope, per_layer(context.decoder), mask)
+    predicted = Context(
+        [nets.draft_model.context_keys_values(states, rope)],
+        [nets.adapter.context_keys_values(states, rope)],
+        [decoder_segments],
+    )
+    return Simulation(hidden, predicted)
+
+
+def draft_pass(nets: Networks, blocks: Tensor, anchor: Tensor, fixed: Tensor, context: Context, mask: Tensor) -> Tensor:
+    """One forward of the draft model over a batch of blocks (Eqs. 1 and 8): every token after the last fixed one anew.
+
+    Args:
+        blocks: [rows, blocks, T] int64, anchor first.
+        anchor: [rows, blocks] int64, absolute position of each anchor.
+        fixed: [rows, blocks] int64, last fixed position.
+    """
+    rows, count, size = blocks.shape
+    position = torch.arange(size, device=blocks.device)
+    rope = nets.target.rotary((anchor.unsqueeze(-1) + position).flatten(1))
+    hidden = nets.draft_model(nets.target.embed(blocks.flatten(1)), rope, per_layer(context.draft_model), mask)
+    drafted = nets.likeliest(hidden).view(rows, count, size)
+    return torch.where(position > fixed.unsqueeze(-1), drafted, blocks)
+
+
+def noised_blocks(prefix: Prefix, anchors: Tensor, anchor_positions: Tensor, num_draft_tokens: int) -> Tensor:
+    """Blocks of an anchor token and γ noise tokens.
+
+    Args:
+        anchors: [rows, blocks] int64.
+        anchor_positions: [rows, blocks] int64; noise comes from the positions before.
+
+    Returns:
+        [rows, blocks, γ + 1] int64.
+    """
+    source = noise_positions(anchor_positions, num_draft_tokens)
+    noise = prefix.tokens.gather(1, source.flatten(1)).view(source.shape)
+    return torch.cat([anchors.unsqueeze(-1), noise], dim=-1)
+
+
+def draft_fallback(nets: Networks, config: RoundConfig, prefix: Prefix) -> Tensor:
+    """J_0 from the verified context: the block after a miss, or a request's first. → [rows, γ] int64."""
+    anchor = prefix.anchor.unsqueeze(-1)
+    blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, config.num_draft_tokens)
+    masks = BranchMasks(1, config.block_size, blocks.device)
+    fixed = torch.zeros_like(anchor)
+    mask = torch.cat([masks.prefix(prefix.mask), masks.own(fixed)], dim=-1)
+    return draft_pass(nets, blocks, anchor, fixed, prefix.context, mask)[:, 0, 1:]
+
+
+def foresee(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor) -> tuple[Simulation, SelectedOutcomes]:
+    """Foresight: predict the states of the block under verification, score its outcomes, choose B (Eqs. 5 to 7).
+
+    Args:
+        block: [rows, T] int64, anchor and draft tokens under verification.
+    """
+    masks = BranchMasks(1, config.block_size, block.device)
+    start = torch.zeros_like(block[:, :1])
+    mask = torch.cat([masks.prefix(prefix.mask), masks.own(start)], dim=-1)
+    foresight = simulate_verification(nets, block, prefix.anchor.unsqueeze(-1) + masks.position, prefix.context, mask)
+    log_probs = nets.target.logits(foresight.hidden).float().log_softmax(-1)
+    scores = outcome_log_probs(log_probs, nets.token_rows[block[:, 1:]])
+    return foresight, select_outcomes(scores, config.num_outcomes)
+
+
+def predraft(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor) -> PreDrafts:
+    """The whole round while ``block`` [rows, T] is under verification."""
+    foresight, outcomes = foresee(nets, config, prefix, block)
+    anchor = prefix.anchor.unsqueeze(-1) + outcomes.num_accepted + 1
+    bonus_tokens = nets.target.head_token_ids[outcomes.bonus]
+    context = prefix.context.extended(foresight.context)
+    masks = BranchMasks(config.num_outcomes, config.block_size, block.device)
+    before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
+
+    blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
+    fixed = torch.zeros_like(anchor)
+    positions = (anchor.unsqueeze(-1) + masks.position[: config.block_size]).flatten(1)
+    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
+    blocks = draft_pass(nets, blocks, anchor, fixed, context, whole)
+
+    reads, seen = context, before
+    for iteration in range(1, config.jacobi_passes + 1):
+        if iteration <= config.context_refreshes:
+            refresh = simulate_verification(nets, blocks.flatten(1), positions, context, whole)
+            likeliest = nets.likeliest(refresh.hidden).view(blocks.shape)
+            blocks, fixed = replace_anchor(blocks, likeliest, fixed)
+            reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
+        mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
+        blocks = draft_pass(nets, blocks, anchor, fixed, reads, mask)
+    return PreDrafts(outcomes, bonus_tokens, blocks[..., 1:])

@@ -1,0 +1,35 @@
+"""The outcome cache: one pre-drafted block for each outcome that was thought likely, for every request slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_jetspecpp.types import Outcome
+
+
+@dataclass
+class _Entry:
+    anchor_position: int
+    blocks: dict[Outcome, tuple[int, ...]] = field(default_factory=dict)
+
+
+class OutcomeCache:
+    """Blocks by slot and outcome. Plain host data: a look-up costs no device work."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Entry] = {}
+
+    def store(self, slot: int, anchor_position: int, blocks: dict[Outcome, tuple[int, ...]]) -> None:
+        """Replace the slot's content by the pre-drafts made while the block anchored at ``anchor_position`` is verified."""
+        self._slots[slot] = _Entry(anchor_position, blocks)
+
+    def lookup(self, slot: int, anchor_position: int, outcome: Outcome) -> tuple[int, ...] | None:
+        """The pre-drafted block for ``outcome`` of the block anchored at ``anchor_position``; None is a miss."""
+        entry = self._slots.get(slot)
+        if entry is None or entry.anchor_position != anchor_position:
+            return None
+        return entry.blocks.get(outcome)
+
+    def forget(self, slot: int) -> None:
+        """Drop the slot's content."""
+        self._slots.pop(slot, None)

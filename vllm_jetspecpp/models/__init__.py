@@ -1,0 +1,1 @@
+"""The networks of the draft process: draft model, adapter, and the decoder cut from the target."""

@@ -1,0 +1,269 @@
+"""A checkpoint on disk: draft model, adapter, manifest; written, checked without weights, and loaded.
+
+::
+
+    config.json                   draft model, DFlash / JetSpec format, with a ``jetspecpp`` section of ours
+    model.safetensors             its weights
+    adapter/config.json           tapped layers and layers per module
+    adapter/converter.safetensors modules A_ℓ: ``stacks.<module>.<layer>.…``
+    adapter/head.safetensors      ``token_ids`` [draft_vocab] int32: rows of the LM head that draft model and decoder use
+    manifest.json                 target, and sha256 and size of every other file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vllm_jetspecpp.config import nearest
+from vllm_jetspecpp.models.adapter import Adapter
+from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.target_layers import LayerConfig
+
+FORMAT_VERSION = 1
+WEIGHT_FILES = ("model.safetensors", "adapter/converter.safetensors", "adapter/head.safetensors")
+CONFIG_FILES = ("config.json", "adapter/config.json")
+CAUSAL_KEYS = ("causal", "causal_head", "is_causal")
+DIMENSIONS = (
+    "hidden_size",
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself, read without its weights."""
+
+    folder: Path
+    target_layer_ids: tuple[int, ...]
+    """Tapped layers, 0-based, ascending."""
+    block_size: int
+    """Longest block it was made for, anchor included."""
+    num_draft_layers: int
+    layers_per_module: tuple[int, ...]
+    draft_vocab_size: int
+    max_position_embeddings: int
+
+    @property
+    def deepest_tap(self) -> int:
+        """The tapped layer the decoder starts above."""
+        return self.target_layer_ids[-1]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"checkpoint file {path} is missing") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"checkpoint file {path} is not JSON: {error}") from None
+
+
+def _require(config: dict[str, Any], key: str, path: Path) -> Any:
+    if key not in config:
+        raise ValueError(f"{path}: key {key!r} is missing{nearest(key, config)}; found: {', '.join(sorted(config))}")
+    return config[key]
+
+
+def _check_causality(config: dict[str, Any], path: Path) -> None:
+    """All causality keys, wherever they stand, must agree and say causal."""
+    section = config.get("dflash_config", {})
+    said = {
+        f"{where}{k}": c[k] for where, c in (("", config), ("dflash_config.", section)) for k in CAUSAL_KEYS if k in c
+    }
+    if len(set(said.values())) > 1:
+        raise ValueError(f"{path}: contradictory causality keys {said}; keep one of {', '.join(CAUSAL_KEYS)}")
+    if not said or not all(said.values()):
+        raise ValueError(
+            f"{path}: method jetspecpp needs a causal draft model (dflash_config.causal: true), got {said or 'no key'}"
+        )
+
+
+def file_digest(path: Path) -> dict[str, Any]:
+    """Size in bytes and sha256 of a file, as the manifest keeps them."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def check_manifest(folder: Path) -> dict[str, Any]:
+    """Compare every file with the manifest and return it.
+
+    Raises:
+        ValueError: a file is missing, or its size or hash differs; one line that names the file.
+    """
+    manifest = _read_json(folder / "manifest.json")
+    files = _require(manifest, "files", folder / "manifest.json")
+    for name in (*CONFIG_FILES, *WEIGHT_FILES):
+        if name not in files:
+            raise ValueError(f"{folder / 'manifest.json'} does not list {name}; it lists: {', '.join(sorted(files))}")
+    for name, expected in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{folder / 'manifest.json'} names a file outside the checkpoint: {name}")
+        if not path.is_file():
+            raise ValueError(f"checkpoint file {path} is missing (the manifest lists it)")
+        if path.stat().st_size != expected["size"]:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size']}")
+        if file_digest(path) != expected:
+            raise ValueError(f"{path} differs from the manifest (sha256); download or train the checkpoint again")
+    return manifest
+
+
+def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
+    """Check a checkpoint against the target's Hugging Face text config, without loading weights.
+
+    Raises:
+        ValueError: one line that says what does not fit and what would.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint folder {folder} does not exist")
+    check_manifest(folder)
+    layer_config = LayerConfig.from_hf(target_config)
+    path = folder / "config.json"
+    config, adapter = _read_json(path), _read_json(folder / "adapter/config.json")
+    if config.get("architectures") != ["DFlashDraftModel"]:
+        raise ValueError(f"{path}: architectures must be ['DFlashDraftModel'], got {config.get('architectures')}")
+    for key in DIMENSIONS:
+        expected = layer_config.head_dim if key == "head_dim" else getattr(target_config, key)
+        if _require(config, key, path) != expected:
+            raise ValueError(
+                f"{path}: {key} is {config[key]}, the target's is {expected}: this checkpoint is for another target"
+            )
+    num_layers = target_config.num_hidden_layers
+    if _require(config, "num_target_layers", path) != num_layers:
+        raise ValueError(
+            f"{path}: num_target_layers is {config['num_target_layers']}, the target has {num_layers} layers"
+        )
+    section = _require(config, "dflash_config", path)
+    taps = _require(section, "target_layer_ids", path)
+    if not taps or taps != sorted(set(taps)) or not all(0 <= t < num_layers for t in taps):
+        raise ValueError(f"{path}: target_layer_ids must rise strictly within 0..{num_layers - 1}, got {taps}")
+    _check_causality(config, path)
+    if adapter.get("target_layer_ids") != taps:
+        raise ValueError(
+            f"adapter/config.json taps layers {adapter.get('target_layer_ids')}, the draft model {taps}: they must agree"
+        )
+    layers_per_module = _require(adapter, "layers_per_module", folder / "adapter/config.json")
+    if len(layers_per_module) != len(taps):
+        raise ValueError(
+            f"adapter/config.json: layers_per_module has {len(layers_per_module)} entries for {len(taps)} tapped layers"
+        )
+    version = config.get("jetspecpp", {}).get("format_version", FORMAT_VERSION)
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version {version} is not supported, this version reads {FORMAT_VERSION}")
+    return CheckpointInfo(
+        folder=folder,
+        target_layer_ids=tuple(taps),
+        block_size=_require(config, "block_size", path),
+        num_draft_layers=_require(config, "num_hidden_layers", path),
+        layers_per_module=tuple(layers_per_module),
+        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+        max_position_embeddings=_require(config, "max_position_embeddings", path),
+    )
+
+
+@dataclass
+class DraftParts:
+    """The trained networks of a checkpoint."""
+
+    draft_model: DraftModel
+    adapter: Adapter
+    head_token_ids: Tensor  # [draft_vocab] int64
+
+
+def build(layer_config: LayerConfig, info: CheckpointInfo) -> tuple[DraftModel, Adapter]:
+    """Draft model and adapter of the given sizes, with fresh weights."""
+    return (
+        DraftModel(layer_config, info.num_draft_layers, len(info.target_layer_ids)),
+        Adapter(layer_config, list(info.layers_per_module)),
+    )
+
+
+def load_checkpoint(
+    info: CheckpointInfo, layer_config: LayerConfig, dtype: torch.dtype, device: torch.device | str
+) -> DraftParts:
+    """Load the weights of a checkpoint that :func:`check_checkpoint` has accepted.
+
+    Raises:
+        ValueError: tensors are missing or unexpected; the message lists them.
+    """
+    with torch.device("meta"):
+        draft_model, adapter = build(layer_config, info)
+    for module, name in ((draft_model, WEIGHT_FILES[0]), (adapter, WEIGHT_FILES[1])):
+        missing, unexpected = module.load_state_dict(load_file(info.folder / name), strict=False, assign=True)
+        if missing or unexpected:
+            raise ValueError(f"{info.folder / name}: missing tensors {missing}, unexpected tensors {unexpected}")
+        module.to(device, dtype).requires_grad_(False).eval()
+    token_ids = load_file(info.folder / WEIGHT_FILES[2])["token_ids"].long()
+    if token_ids.shape != (info.draft_vocab_size,):
+        raise ValueError(
+            f"{WEIGHT_FILES[2]} has {tuple(token_ids.shape)} token ids, config.json says draft_vocab_size {info.draft_vocab_size}"
+        )
+    return DraftParts(draft_model, adapter, token_ids)
+
+
+def save_checkpoint(
+    info: CheckpointInfo,
+    target_config: Any,
+    parts: DraftParts,
+    *,
+    dtype: torch.dtype,
+    training: dict[str, Any],
+    target_name: str,
+) -> None:
+    """Write a checkpoint to ``info.folder``: weights, configs and, last, the manifest.
+
+    Args:
+        training: how the weights came to be; kept in the ``jetspecpp`` section of config.json.
+        target_name: name of the target for people; the sizes in config.json are what is checked.
+    """
+    layer_config = LayerConfig.from_hf(target_config)
+    (info.folder / "adapter").mkdir(parents=True, exist_ok=True)
+    for module, name in ((parts.draft_model, WEIGHT_FILES[0]), (parts.adapter, WEIGHT_FILES[1])):
+        save_file({k: v.detach().to(dtype).contiguous() for k, v in module.state_dict().items()}, info.folder / name)
+    save_file({"token_ids": parts.head_token_ids.int()}, info.folder / WEIGHT_FILES[2])
+    taps = list(info.target_layer_ids)
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": info.block_size,
+        "num_target_layers": target_config.num_hidden_layers,
+        "num_hidden_layers": info.num_draft_layers,
+        "draft_vocab_size": info.draft_vocab_size,
+        "dflash_config": {"target_layer_ids": taps, "mask_token_id": None, "causal": True},
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_act": "silu",
+        "rms_norm_eps": layer_config.rms_norm_eps,
+        "attention_bias": layer_config.attention_bias,
+        "rope_parameters": target_config.rope_parameters,
+        "max_position_embeddings": info.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "jetspecpp": {"format_version": FORMAT_VERSION, "inputs": "noise", "target": target_name, **training},
+    }
+    config |= {k: layer_config.head_dim if k == "head_dim" else getattr(target_config, k) for k in DIMENSIONS}
+    adapter_config = {"target_layer_ids": taps, "layers_per_module": list(info.layers_per_module)}
+    _write_json(info.folder / "config.json", config)
+    _write_json(info.folder / "adapter/config.json", adapter_config)
+    write_manifest(info.folder, target_name)
+
+
+def write_manifest(folder: Path, target_name: str) -> None:
+    """Write ``manifest.json`` over the files that are there."""
+    files = {name: file_digest(folder / name) for name in (*CONFIG_FILES, *WEIGHT_FILES)}
+    _write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "target": target_name, "files": files})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

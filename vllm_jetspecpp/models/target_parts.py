@@ -1,0 +1,138 @@
+"""What the draft process needs of the target's weights: embedding, LM head, last layers. Nothing else is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from vllm_jetspecpp.models.attention import RotaryTable
+from vllm_jetspecpp.models.decoder import Decoder
+from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
+
+
+def resolve_folder(target: str) -> Path:
+    """Folder of the target's files: ``target`` itself, or what the Hugging Face hub's cache or server gives for it."""
+    path = Path(target)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors"]))
+
+
+class TargetWeights:
+    """Named tensors of a folder of safetensors files, read one by one.
+
+    Raises:
+        FileNotFoundError: the folder holds no safetensors weights.
+        ValueError: a tensor that is asked for is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            self._files = {name: folder / file for name, file in weight_map.items()}
+        elif (folder / "model.safetensors").is_file():
+            with safe_open(folder / "model.safetensors", "pt") as file:
+                self._files = dict.fromkeys(file.keys(), folder / "model.safetensors")
+        else:
+            raise FileNotFoundError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+        if name not in self:
+            raise ValueError(f"the target has no tensor {name!r}")
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def layer_state(self, layer: int) -> dict[str, Tensor]:
+        """State dict of decoder layer ``layer``, names as in :class:`TransformerLayer`."""
+        prefix = f"model.layers.{layer}."
+        return {n.removeprefix(prefix): self.tensor(n) for n in self._files if n.startswith(prefix)}
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden]."""
+        return self.tensor("model.embed_tokens.weight")
+
+    def lm_head(self) -> Tensor:
+        """[vocab, hidden]; the embedding where the two are tied."""
+        return self.tensor("lm_head.weight") if "lm_head.weight" in self else self.embedding()
+
+
+@dataclass
+class TargetParts:
+    """Frozen pieces of the target, on the draft device."""
+
+    embedding: Tensor  # [vocab, hidden]
+    head: Tensor  # [draft_vocab, hidden], rows of the LM head the draft process works with
+    head_token_ids: Tensor  # [draft_vocab] int64, token of each row
+    decoder: Decoder
+    rotary: RotaryTable
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of ``tokens`` [...] int64 → [..., hidden]."""
+        return F.embedding(tokens, self.embedding)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., hidden] → [..., draft_vocab]."""
+        return F.linear(states, self.head)
+
+
+def load_target_config(folder: Path) -> Any:
+    """The target's text config, as Hugging Face reads it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder).get_text_config()
+
+
+@torch.no_grad()
+def load_target_parts(
+    folder: Path,
+    deepest_tap: int,
+    head_token_ids: Tensor | None,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> TargetParts:
+    """Cut the parts out of the target's files.
+
+    Args:
+        deepest_tap: the decoder starts at the layer above it.
+        head_token_ids: [draft_vocab] int64 for a shortened LM head; None keeps the whole vocabulary.
+        max_positions: positions of the rotary table.
+    """
+    hf_config = load_target_config(folder)
+    config = LayerConfig.from_hf(hf_config)
+    weights = TargetWeights(folder)
+    with torch.device("meta"):
+        decoder = Decoder(config, hf_config.num_hidden_layers - deepest_tap - 1)
+    for offset, layer in enumerate(decoder.layers):
+        layer.load_state_dict(weights.layer_state(deepest_tap + 1 + offset), assign=True)
+    decoder.norm.load_state_dict({"weight": weights.tensor("model.norm.weight")}, assign=True)
+    head = weights.lm_head()
+    ids = torch.arange(head.shape[0]) if head_token_ids is None else head_token_ids.long()
+    return TargetParts(
+        embedding=weights.embedding().to(device, dtype),
+        head=head[ids].to(device, dtype),
+        head_token_ids=ids.to(device),
+        decoder=decoder.to(device, dtype).requires_grad_(False).eval(),
+        rotary=RotaryTable(hf_config, max_positions, dtype).to(device),
+    )
+
+
+def copy_layer(weights: TargetWeights, source: int, layer: TransformerLayer) -> None:
+    """Initialise ``layer`` from target layer ``source``; norms the target lacks keep their values."""
+    missing, unexpected = layer.load_state_dict(weights.layer_state(source), strict=False)
+    if unexpected or any("_norm" not in name for name in missing):
+        raise ValueError(f"target layer {source} does not fit: missing {missing}, unexpected {unexpected}")

@@ -1,0 +1,133 @@
+"""The engine of the draft process: answers from the outcome cache, then commits true states and pre-drafts.
+
+Life of a round, seen from here: ``answer`` looks the realised outcome up; a hit goes out at once, a miss is drafted from
+the verified context first. ``work``, with the answer on its way, replaces predictions by true states, foresees how the
+verification that has just begun will end, and fills the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from vllm_jetspecpp.config import EngineConfig
+from vllm_jetspecpp.foresight.foresight import PreDrafts, draft_fallback, predraft
+from vllm_jetspecpp.foresight.outcome_cache import OutcomeCache
+from vllm_jetspecpp.models.networks import Networks, load_networks
+from vllm_jetspecpp.runtime.request_states import RequestStates
+from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
+from vllm_jetspecpp.types import Origin, Outcome
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnderVerification:
+    """A block the target is working on: what the next round foresees."""
+
+    slot: int
+    anchor_position: int
+    tokens: tuple[int, ...]  # γ draft tokens, whole, even where fewer were handed out
+
+
+class DraftEngine:
+    """The paper's draft process over a checkpoint."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        nets, info = load_networks(config)
+        if config.round.block_size > info.block_size:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {info.block_size - 1} with this checkpoint, got {config.round.num_draft_tokens}"
+            )
+        self._setup(config, nets)
+
+    @classmethod
+    def from_networks(cls, config: EngineConfig, nets: Networks) -> DraftEngine:
+        """An engine over networks that are in memory already."""
+        engine = cls.__new__(cls)
+        engine._setup(config, nets)
+        return engine
+
+    def _setup(self, config: EngineConfig, nets: Networks) -> None:
+        self.config, self.nets = config, nets
+        self.states = RequestStates(nets, config.num_slots, config.max_model_len, config.round.block_size)
+        self.cache = OutcomeCache()
+        self._uncommitted: tuple[Verified, ...] = ()
+        self._next: list[UnderVerification] = []
+        logger.info("draft engine: %d slots, caches of %.1f MiB", config.num_slots, self.states.num_bytes / 2**20)
+
+    @torch.inference_mode()
+    def answer(self, batch: VerifiedBatch) -> DraftBatch:
+        """A block for every request that wants one: from the cache where its outcome was foreseen, else J_0."""
+        for slot in batch.released:
+            self._forget(slot)
+        for request in batch.requests:
+            if request.reset:
+                self._forget(request.slot)
+            self.states.set_tokens(request.slot, request.token_start, request.tokens)
+        self._uncommitted = batch.requests
+        wanting = [r for r in batch.requests if r.wants_draft and r.max_draft_tokens > 0]
+        blocks = {r.slot: block for r in wanting if (block := self._lookup(r)) is not None}
+        origins = dict.fromkeys(blocks, Origin.HIT)
+        missed = [r for r in wanting if r.slot not in blocks]
+        if missed:
+            self._commit()
+            origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
+            blocks |= self._fallback(missed)
+        self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
+        drafts = [
+            Draft(r.slot, blocks[r.slot][: r.max_draft_tokens], origins[r.slot])
+            if r.slot in blocks
+            else Draft(r.slot, (), Origin.NONE)
+            for r in batch.requests
+            if r.wants_draft
+        ]
+        return DraftBatch(batch.step, tuple(drafts))
+
+    @torch.inference_mode()
+    def work(self) -> None:
+        """Commit what came with the answered message, then foresee and pre-draft."""
+        self._commit()
+        if not self._next:
+            return
+        under, self._next = self._next, []
+        slots = [u.slot for u in under]
+        for u in under:
+            self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(u.tokens))
+        prefix = self.states.prefix(slots, [u.anchor_position for u in under])
+        drafts = torch.tensor([u.tokens for u in under], device=self.states.device)
+        anchors = prefix.tokens.gather(1, prefix.anchor.unsqueeze(-1))
+        self._store(under, predraft(self.nets, self.config.round, prefix, torch.cat([anchors, drafts], dim=1)))
+
+    def _forget(self, slot: int) -> None:
+        self.cache.forget(slot)
+        self.states.forget(slot)
+
+    def _lookup(self, request: Verified) -> tuple[int, ...] | None:
+        if request.num_accepted == NO_BLOCK:
+            return None
+        verified_anchor = request.anchor_position - request.num_accepted - 1
+        outcome = Outcome(request.num_accepted, int(request.tokens[-1]))
+        return self.cache.lookup(request.slot, verified_anchor, outcome)
+
+    def _commit(self) -> None:
+        requests, self._uncommitted = [r for r in self._uncommitted if len(r.states)], ()
+        if requests:
+            states = [r.states.to(self.states.device) for r in requests]
+            self.states.commit([r.slot for r in requests], [r.state_start for r in requests], states)
+
+    def _fallback(self, missed: list[Verified]) -> dict[int, tuple[int, ...]]:
+        slots = [r.slot for r in missed]
+        prefix = self.states.prefix(slots, [r.anchor_position for r in missed])
+        drafts = draft_fallback(self.nets, self.config.round, prefix)
+        return dict(zip(slots, map(tuple, drafts.tolist()), strict=True))
+
+    def _store(self, under: list[UnderVerification], made: PreDrafts) -> None:
+        k, a = made.outcomes.num_accepted.tolist(), made.bonus_tokens.tolist()
+        possible, blocks = made.outcomes.log_prob.isfinite().tolist(), made.draft_tokens.tolist()
+        for row, u in enumerate(under):
+            entries = zip(k[row], a[row], blocks[row], possible[row], strict=True)
+            content = {Outcome(n, token): tuple(block) for n, token, block, real in entries if real}
+            self.cache.store(u.slot, u.anchor_position, content)

@@ -1,0 +1,1 @@
+"""Training of the draft model and the adapter. Nothing outside this package imports it."""

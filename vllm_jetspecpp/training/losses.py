@@ -1,0 +1,46 @@
+"""Losses of draft model and adapter."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def forward_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """D(p ‖ q) per row: Σ_v p(v) (log p(v) - log q(v)), in float32.
+
+    Args:
+        target_logits: [..., vocab], p.
+        draft_logits: [..., vocab], q.
+
+    Returns:
+        [...] float32, at least 0.
+    """
+    log_p = F.log_softmax(target_logits.float(), dim=-1)
+    log_q = F.log_softmax(draft_logits.float(), dim=-1)
+    return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+
+def state_loss(predicted: Tensor, true: Tensor, scale: Tensor) -> Tensor:
+    """Smooth L1 plus cosine distance per position, over the concatenated tapped states (Eq. 5's loss).
+
+    Args:
+        predicted: [..., num_taps * hidden].
+        true: same shape.
+        scale: [num_taps * hidden], typical size of each tap's states: Smooth L1 is taken of states divided by it, or
+            the deep layers, whose states are largest, would drown the others.
+
+    Returns:
+        [...] float32.
+    """
+    predicted, true = predicted.float() / scale, true.float() / scale
+    return (
+        F.smooth_l1_loss(predicted, true, reduction="none").mean(-1) + 1 - F.cosine_similarity(predicted, true, dim=-1)
+    )
+
+
+def masked_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean of ``values`` [...] with weights of the same shape; 0 where all weights are 0."""
+    weights = weights.to(values.dtype)
+    return torch.where(weights > 0, values, 0).mul(weights).sum() / weights.sum().clamp(min=1e-9)

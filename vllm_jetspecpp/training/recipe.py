@@ -1,0 +1,90 @@
+"""The plain recipe, step by step: states, draft model and adapter (side by side on two cores), checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
+from vllm_jetspecpp.models.target_layers import LayerConfig
+from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
+from vllm_jetspecpp.training.loop import LoopConfig
+from vllm_jetspecpp.training.setup import Setup, default_taps, prepare, shortlist
+from vllm_jetspecpp.training.target_states import StateCache, compute_states, open_cache
+from vllm_jetspecpp.training.train_adapter import train_adapter
+from vllm_jetspecpp.training.train_draft import train_draft
+
+Record = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the networks to train."""
+
+    block_size: int = 8
+    num_draft_layers: int = 3
+    num_taps: int = 5
+    layers_per_module: int = 1
+    draft_vocab_size: int = 8192
+
+    def info(self, target: str, folder: Path) -> CheckpointInfo:
+        """What the finished checkpoint will say of itself."""
+        hf_config = load_target_config(resolve_folder(target))
+        taps = default_taps(hf_config.num_hidden_layers, self.num_taps)
+        return CheckpointInfo(
+            folder=folder,
+            target_layer_ids=tuple(taps),
+            block_size=self.block_size,
+            num_draft_layers=self.num_draft_layers,
+            layers_per_module=(self.layers_per_module,) * len(taps),
+            draft_vocab_size=self.draft_vocab_size or hf_config.vocab_size,
+            max_position_embeddings=hf_config.max_position_embeddings,
+        )
+
+
+def states(target: str, answers: Path, work: Path, sizes: Sizes, limit: int | None) -> None:
+    """Step 1: the target's states over its answers."""
+    taps = list(sizes.info(target, work).target_layer_ids)
+    compute_states(target, answers, work / "states", taps, limit)
+
+
+def train_part(part: str, target: str, work: Path, sizes: Sizes, loop: LoopConfig) -> None:
+    """Step 2: train ``draft`` or ``adapter``; weights and record land in ``work``."""
+    trainers: dict[str, Callable[[StateCache, Setup, LoopConfig], tuple[nn.Module, Record]]] = {
+        "draft": train_draft,
+        "adapter": train_adapter,
+    }
+    cache = open_cache(work / "states")
+    info = sizes.info(target, work)
+    vocab_size = load_target_config(resolve_folder(target)).vocab_size
+    token_ids = shortlist(cache, sizes.draft_vocab_size, vocab_size)
+    start = time.time()
+    model, record = trainers[part](cache, prepare(target, cache, info, token_ids), loop)
+    save_file(model.state_dict(), work / f"{part}.safetensors")
+    save_file({"token_ids": token_ids}, work / "token_ids.safetensors")
+    history = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "record": record}
+    history["wall_minutes"] = (time.time() - start) / 60
+    (work / f"{part}.json").write_text(json.dumps(history, indent=2))
+
+
+def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> None:
+    """Step 3: join the parts into a checkpoint."""
+    info = sizes.info(target, out)
+    hf_config = load_target_config(resolve_folder(target))
+    draft_model, adapter = build(LayerConfig.from_hf(hf_config), info)
+    draft_model.load_state_dict(load_file(work / "draft.safetensors"))
+    adapter.load_state_dict(load_file(work / "adapter.safetensors"))
+    token_ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    training: dict[str, Any] = {"sizes": asdict(sizes)}
+    for part in ("draft", "adapter"):
+        training[part] = json.loads((work / f"{part}.json").read_text())
+    parts = DraftParts(draft_model, adapter, token_ids)
+    save_checkpoint(info, hf_config, parts, dtype=torch.bfloat16, training=training, target_name=target_name)

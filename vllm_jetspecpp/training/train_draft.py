@@ -1,0 +1,111 @@
+"""Train the causal parallel draft model (Eq. 9): clean prefix, noise suffix, forward KL to the target."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm_jetspecpp.models.attention import Rope
+from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.target_layers import TransformerLayer
+from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
+from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, make_batch, noise_tokens
+from vllm_jetspecpp.training.loop import LoopConfig, train
+from vllm_jetspecpp.training.losses import forward_kl, masked_mean
+from vllm_jetspecpp.training.setup import Setup
+from vllm_jetspecpp.training.target_states import StateCache
+
+POSITION_DECAY = 0.85
+"""Weight of block position i is this to the power i - 1: a position counts only if all before it were accepted."""
+ZERO_SHARE = 0.5
+"""Share of blocks with m = 0."""
+
+
+def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int, sample: BlockBatch) -> None:
+    """Layers from the target's last ones, ``fc`` the identity on the deepest tap, norms copied.
+
+    The draft layers normalise queries and keys and the target's may not: then those norms get the typical size of the
+    copied projections' outputs as weight, measured on ``sample``, so that attention starts about as sharp as the target's.
+    """
+    hidden = model.fc.out_features
+    with torch.no_grad():
+        model.fc.weight.zero_()
+        model.fc.weight[:, -hidden:] = torch.eye(hidden)
+        model.norm.weight.copy_(weights.tensor("model.norm.weight"))
+        for offset, layer in enumerate(model.layers):
+            assert isinstance(layer, TransformerLayer)
+            copy_layer(weights, num_target_layers - len(model.layers) + offset, layer)
+        first = model.layers[0]
+        model.hidden_norm.weight.copy_(first.input_layernorm.weight)
+        states = model.hidden_norm(model.fc(sample.states.float().flatten(0, 2)))
+        for layer in model.layers:
+            attention = layer.self_attn
+            for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
+                norm.weight.fill_(float(projection(states).pow(2).mean().sqrt()))
+
+
+def rope_of(parts_rotary: nn.Module, positions: Tensor) -> Rope:
+    """Rotary values of ``positions`` [N, ...], clamped to the table, flattened to [N, length]."""
+    table = parts_rotary.cos.shape[0]
+    return parts_rotary(positions.flatten(1).clamp(max=table - 1))
+
+
+def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Tensor) -> Tensor:
+    """Logits of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, draft_vocab]."""
+    n, a, t = inputs.shape
+    context_rope = rope_of(setup.parts.rotary, torch.arange(batch.context.shape[1]).expand(n, -1))
+    context = model.context_keys_values(batch.context, context_rope)
+    embeddings = setup.parts.embed(inputs.flatten(1))
+    hidden = model(embeddings, rope_of(setup.parts.rotary, batch.positions), [[kv] for kv in context], batch.mask())
+    return setup.parts.logits(hidden.view(n, a, t, -1)[:, :, 1:])
+
+
+@torch.no_grad()
+def validate(model: DraftModel, setup: Setup, data: list[BlockBatch]) -> dict[str, float]:
+    """Acceptance length τ (bonus token included) at J_0, true states, teacher-forced on greedy answers; and top-1 per position."""
+    gen = torch.Generator().manual_seed(1)
+    runs, hits = [], []
+    for batch in data:
+        inputs = noise_tokens(batch, gen)
+        inputs[..., 0] = batch.tokens[..., 0]
+        with torch.autocast("cpu", torch.bfloat16):
+            best = setup.parts.head_token_ids[draft_logits(model, setup, batch, inputs).argmax(-1)]
+        right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]
+        runs.append(right.long().cumprod(-1).sum(-1).flatten())
+        hits.append(right.flatten(0, 1))
+    top1 = torch.cat(hits).float().mean(0)
+    return {
+        "tau_J0": 1 + torch.cat(runs).float().mean().item(),
+        "top1_first": top1[0].item(),
+        "top1_second": top1[1].item(),
+    }
+
+
+def train_draft(
+    cache: StateCache, setup: Setup, config: LoopConfig, seed: int = 0
+) -> tuple[DraftModel, list[dict[str, float]]]:
+    """Train a draft model of ``setup.info``'s sizes; returns it with its validation record."""
+    torch.manual_seed(seed)
+    block_size = setup.info.block_size
+    model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
+    gen = torch.Generator().manual_seed(seed + 1)
+    groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]
+    held_out = [make_batch(cache, group, 16, block_size, gen) for group in groups]
+    initialise(model, setup.weights, setup.hf_config.num_hidden_layers, held_out[0])
+    weights = POSITION_DECAY ** torch.arange(block_size - 1)
+
+    def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:
+        m = clean_prefix_lengths(batch.anchors.shape, block_size, ZERO_SHARE, gen)[..., None]
+        position = torch.arange(block_size)
+        inputs = torch.where(position <= m, batch.tokens, noise_tokens(batch, gen))
+        with torch.no_grad():
+            target = setup.parts.logits(batch.final[:, :, :-1])
+        kl = forward_kl(target, draft_logits(model, setup, batch, inputs))
+        # Positions up to m read their own answer at the input. Training on them teaches to copy the input, which is
+        # no refinement: they get no weight (our choice; Eq. 9 sums over all positions).
+        counted = batch.inside[..., 1:] & (position[1:] > m)
+        loss = masked_mean(kl, counted * weights)
+        return loss, {"kl": loss.item()}
+
+    data = batches(cache, setup.train, num_sequences=4, num_anchors=24, block_size=block_size, seed=seed)
+    return model, train(model, data, loss_of, lambda: validate(model, setup, held_out), config)

@@ -1,0 +1,1 @@
+"""How the vLLM worker and the draft process talk. ``messages`` alone says what crosses."""
