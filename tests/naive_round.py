@@ -42,7 +42,9 @@ def append(a: KV | None, b: KV) -> KV:
     return b if a is None else (torch.cat([a[0], b[0]]), torch.cat([a[1], b[1]]))
 
 
-def run_layer(layer: TransformerLayer, x: Tensor, positions: list[int], context: KV | None, nets: Networks) -> tuple[Tensor, KV]:
+def run_layer(
+    layer: TransformerLayer, x: Tensor, positions: list[int], context: KV | None, nets: Networks
+) -> tuple[Tensor, KV]:
     """``x`` [length, hidden]; every position sees the context and the block up to itself."""
     attention, seen, own, out = layer.self_attn, context, None, []
     group = attention.num_heads // attention.num_kv_heads
@@ -74,7 +76,9 @@ class NaiveContext:
         """Followed by the first ``count`` positions of another context."""
 
         def join(mine: list[KV | None], theirs: list[KV | None]) -> list[KV | None]:
-            return [m if not count else append(m, (t[0][:count], t[1][:count])) for m, t in zip(mine, theirs, strict=True)]
+            return [
+                m if not count else append(m, (t[0][:count], t[1][:count])) for m, t in zip(mine, theirs, strict=True)
+            ]
 
         return NaiveContext(
             join(self.draft, other.draft), join(self.adapter, other.adapter), join(self.decoder, other.decoder)
@@ -107,7 +111,9 @@ def true_context(nets: Networks, states: Tensor, positions: list[int]) -> NaiveC
     return NaiveContext(draft, adapter, decoder)
 
 
-def simulate(nets: Networks, tokens: list[int], positions: list[int], context: NaiveContext) -> tuple[Tensor, NaiveContext]:
+def simulate(
+    nets: Networks, tokens: list[int], positions: list[int], context: NaiveContext
+) -> tuple[Tensor, NaiveContext]:
     """Adapter and decoder over one block: log p̂ [length, draft vocab], and the predictions as context."""
     x, taps, i = nets.target.embedding[tokens], [], 0
     for stack in nets.adapter.stacks:

@@ -26,7 +26,8 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
     names = list(allowed)
     for key in given:
         if key not in names:
-            raise ValueError(f"{where}: unknown option {key!r}{nearest(key, names)}; allowed: {', '.join(sorted(names))}")
+            allowed_names = ", ".join(sorted(names))
+            raise ValueError(f"{where}: unknown option {key!r}{nearest(key, names)}; allowed: {allowed_names}")
 
 
 def check_range(name: str, value: Any, low: int, high: int, why: str = "") -> None:
@@ -39,7 +40,8 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
     names = list(allowed)
     if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, got {value!r}{nearest(str(value), names)}")
+        options = ", ".join(map(repr, names))
+        raise ValueError(f"{name} must be one of {options}, got {value!r}{nearest(str(value), names)}")
 
 
 def resolve_class(path: str, option: str) -> type:

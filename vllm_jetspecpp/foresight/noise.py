@@ -1,7 +1,8 @@
 """Noise tokens: what the draft model reads where it has no token yet, drawn uniformly from the verified context.
 
-The draw is a hash of positions, not a stream: the same block gets the same noise whenever and beside whichever other
-request it is drafted, and a CUDA graph needs no generator. It depends on nothing the target draws, as losslessness asks.
+The draw is a hash of positions, not a stream: a block gets the same noise whenever it is drafted and whatever other
+requests stand beside it, and a CUDA graph needs no generator. It depends on nothing the target draws, as losslessness
+asks.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class OutcomeCache:
         self._slots: dict[int, _Entry] = {}
 
     def store(self, slot: int, anchor_position: int, blocks: dict[Outcome, tuple[int, ...]]) -> None:
-        """Replace the slot's content by the pre-drafts made while the block anchored at ``anchor_position`` is verified."""
+        """Replace the slot's content: pre-drafts for the verification of the block at ``anchor_position``."""
         self._slots[slot] = _Entry(anchor_position, blocks)
 
     def lookup(self, slot: int, anchor_position: int, outcome: Outcome) -> tuple[int, ...] | None:

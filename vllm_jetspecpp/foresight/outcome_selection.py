@@ -23,7 +23,7 @@ def select_outcomes(scores: Tensor, num_outcomes: int) -> SelectedOutcomes:
     The best B of a row lie among the best B of each k, so two small searches replace one over all outcomes. With
     fewer than B entries in all, the worst is repeated and marked as filler.
     """
-    rows, lengths, vocab = scores.shape
+    _, lengths, vocab = scores.shape
     width = min(num_outcomes, vocab)
     best, tokens = scores.topk(width, dim=-1)
     count = min(num_outcomes, lengths * width)

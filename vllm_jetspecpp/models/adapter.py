@@ -7,11 +7,14 @@ predicts; the lowest reads token embeddings. All positions of all branches run i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import KeysValues, Rope
-from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
+from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack
 
 
 class Adapter(nn.Module):
@@ -19,22 +22,23 @@ class Adapter(nn.Module):
 
     def __init__(self, config: LayerConfig, layers_per_module: list[int]) -> None:
         super().__init__()
-        self.stacks = nn.ModuleList(
-            nn.ModuleList(TransformerLayer(config) for _ in range(count)) for count in layers_per_module
-        )
+        self.stacks = nn.ModuleList(LayerStack(config, count) for count in layers_per_module)
+
+    def __iter__(self) -> Iterator[LayerStack]:
+        return cast(Iterator[LayerStack], iter(self.stacks))
 
     @property
     def num_layers(self) -> int:
         """Layers of all modules together."""
-        return sum(len(stack) for stack in self.stacks)  # type: ignore[arg-type]
+        return sum(len(stack) for stack in self)
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer, in running order, from tapped states ``states`` [batch, length, num_taps * hidden]."""
         taps = states.chunk(len(self.stacks), dim=-1)
         return [
             layer.context_keys_values(tap, rope)
-            for stack, tap in zip(self.stacks, taps, strict=True)
-            for layer in stack  # type: ignore[attr-defined]
+            for stack, tap in zip(self, taps, strict=True)
+            for layer in stack
         ]
 
     def forward(self, embeddings: Tensor, rope: Rope, context: list[list[KeysValues]], mask: Tensor) -> Tensor:
@@ -49,8 +53,8 @@ class Adapter(nn.Module):
             [batch, length, num_taps * hidden], tapped layers ascending.
         """
         x, predicted, segments = embeddings, [], iter(context)
-        for stack in self.stacks:
-            for layer in stack:  # type: ignore[attr-defined]
+        for stack in self:
+            for layer in stack:
                 x, _ = layer(x, rope, next(segments), mask)
             predicted.append(x)
         return torch.cat(predicted, dim=-1)

@@ -54,7 +54,7 @@ class RotaryTable(nn.Module):
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding of ``x`` [batch, heads, length, head_dim], halves rotated against each other (GPT-NeoX style)."""
+    """Rotary embedding of ``x`` [batch, heads, length, head_dim], its halves rotated against each other."""
     cos, sin = rope.cos.unsqueeze(1), rope.sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -76,7 +76,7 @@ def attend(queries: Tensor, segments: list[KeysValues], mask: Tensor) -> Tensor:
     batch, heads, length, head_dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    # The heads of a group become further queries of their key head: no key is copied, and the kernel stays the fast one.
+    # The heads of a group become further queries of their key head: no key is copied, the kernel stays the fast one.
     grouped = queries.reshape(batch, kv_heads, group * length, head_dim)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask.repeat(1, group, 1).unsqueeze(1))
     return out.reshape(batch, heads, length, head_dim)

@@ -6,7 +6,7 @@
     model.safetensors             its weights
     adapter/config.json           tapped layers and layers per module
     adapter/converter.safetensors modules A_ℓ: ``stacks.<module>.<layer>.…``
-    adapter/head.safetensors      ``token_ids`` [draft_vocab] int32: rows of the LM head that draft model and decoder use
+    adapter/head.safetensors      ``token_ids`` [draft_vocab] int32: LM head rows of draft model and decoder
     manifest.json                 target, and sha256 and size of every other file
 """
 
@@ -153,7 +153,7 @@ def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
     _check_causality(config, path)
     if adapter.get("target_layer_ids") != taps:
         raise ValueError(
-            f"adapter/config.json taps layers {adapter.get('target_layer_ids')}, the draft model {taps}: they must agree"
+            f"adapter/config.json taps layers {adapter.get('target_layer_ids')}, config.json {taps}: they must agree"
         )
     layers_per_module = _require(adapter, "layers_per_module", folder / "adapter/config.json")
     if len(layers_per_module) != len(taps):
@@ -208,9 +208,8 @@ def load_checkpoint(
         module.to(device, dtype).requires_grad_(False).eval()
     token_ids = load_file(info.folder / WEIGHT_FILES[2])["token_ids"].long()
     if token_ids.shape != (info.draft_vocab_size,):
-        raise ValueError(
-            f"{WEIGHT_FILES[2]} has {tuple(token_ids.shape)} token ids, config.json says draft_vocab_size {info.draft_vocab_size}"
-        )
+        found, said = tuple(token_ids.shape), info.draft_vocab_size
+        raise ValueError(f"{WEIGHT_FILES[2]} has {found} token ids, config.json says draft_vocab_size {said}")
     return DraftParts(draft_model, adapter, token_ids)
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import KeysValues, Rope
-from vllm_jetspecpp.models.target_layers import LayerConfig, RMSNorm, TransformerLayer
+from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack, RMSNorm
 
 
 class Decoder(nn.Module):
-    """Target layers ``deepest tap + 1 .. L - 1`` and the final norm. The LM head is shared, so the caller applies it."""
+    """Target layers ``deepest tap + 1 .. L - 1`` and the final norm. The LM head is shared: the caller applies it."""
 
     def __init__(self, config: LayerConfig, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(num_layers))
+        self.layers = LayerStack(config, num_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(

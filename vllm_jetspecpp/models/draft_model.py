@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import KeysValues, Rope
-from vllm_jetspecpp.models.target_layers import LayerConfig, RMSNorm, TransformerLayer
+from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack, RMSNorm
 
 
 class DraftModel(nn.Module):
@@ -24,7 +24,7 @@ class DraftModel(nn.Module):
         layer_config = replace(config, qk_norm=True)
         self.fc = nn.Linear(num_taps * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(TransformerLayer(layer_config) for _ in range(num_layers))
+        self.layers = LayerStack(layer_config, num_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
@@ -41,7 +41,8 @@ class DraftModel(nn.Module):
             mask: [batch, length, num_keys] bool.
 
         Returns:
-            [batch, length, hidden], normalised: ready for the LM head. Row i belongs to y_i; row 0 (the anchor) is unused.
+            [batch, length, hidden], normalised: ready for the LM head. Row i belongs to y_i; row 0, the anchor's, is
+            unused.
         """
         x = embeddings
         for layer, segments in zip(self.layers, context, strict=True):

@@ -6,8 +6,9 @@ DFlash-type draft models and the adapter read verified context.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -146,3 +147,13 @@ class TransformerLayer(nn.Module):
         attended, own = self.self_attn(self.input_layernorm(x), rope, context, mask)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), own
+
+
+class LayerStack(nn.ModuleList):
+    """``count`` layers on top of each other."""
+
+    def __init__(self, config: LayerConfig, count: int) -> None:
+        super().__init__(TransformerLayer(config) for _ in range(count))
+
+    def __iter__(self) -> Iterator[TransformerLayer]:
+        return cast(Iterator[TransformerLayer], super().__iter__())

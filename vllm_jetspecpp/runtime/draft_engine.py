@@ -1,8 +1,8 @@
 """The engine of the draft process: answers from the outcome cache, then commits true states and pre-drafts.
 
-Life of a round, seen from here: ``answer`` looks the realised outcome up; a hit goes out at once, a miss is drafted from
-the verified context first. ``work``, with the answer on its way, replaces predictions by true states, foresees how the
-verification that has just begun will end, and fills the cache.
+Life of a round, seen from here: ``answer`` looks the realised outcome up; a hit goes out at once, a miss is drafted
+from the verified context first. ``work``, with the answer on its way, replaces predictions by true states, foresees
+how the verification that has just begun will end, and fills the cache.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class DraftEngine:
     def __init__(self, config: EngineConfig) -> None:
         nets, info = load_networks(config)
         if config.round.block_size > info.block_size:
-            raise ValueError(
-                f"num_speculative_tokens must be at most {info.block_size - 1} with this checkpoint, got {config.round.num_draft_tokens}"
-            )
+            given, limit = config.round.num_draft_tokens, info.block_size - 1
+            raise ValueError(f"num_speculative_tokens must be at most {limit} with this checkpoint, got {given}")
         self._setup(config, nets)
 
     @classmethod

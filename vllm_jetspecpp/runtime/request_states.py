@@ -16,7 +16,7 @@ CHUNK = 256
 
 
 class RequestStates:
-    """Slots of tokens, state marks and caches. Idempotent by position: what is written again replaces what was there."""
+    """Slots of tokens, state marks and caches. Idempotent by position: a second write replaces the first."""
 
     def __init__(self, nets: Networks, num_slots: int, max_length: int, block_size: int) -> None:
         config, embedding = nets.layer_config, nets.target.embedding

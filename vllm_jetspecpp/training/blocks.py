@@ -99,7 +99,7 @@ def noise_tokens(batch: BlockBatch, gen: torch.Generator) -> Tensor:
     return batch.sequence.gather(1, positions.flatten(1)).view(n, a, t)
 
 
-def clean_prefix_lengths(shape: tuple[int, int], block_size: int, zero_share: float, gen: torch.Generator) -> Tensor:
+def clean_prefix_lengths(shape: torch.Size, block_size: int, zero_share: float, gen: torch.Generator) -> Tensor:
     """m of Eq. 9 for every block, [N, A] int64: 0 with probability ``zero_share``, else uniform over 1..γ-1.
 
     Our choice; the paper's schedule is not public. m = 0 must stay frequent: J_0 and every fallback start there.

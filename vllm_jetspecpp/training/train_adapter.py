@@ -32,10 +32,9 @@ def source_layers(taps: tuple[int, ...], layers_per_module: tuple[int, ...]) -> 
 
 def initialise(adapter: Adapter, weights: TargetWeights, setup: Setup) -> None:
     """Copy every layer from the target."""
-    for stack, sources in zip(
-        adapter.stacks, source_layers(setup.info.target_layer_ids, setup.info.layers_per_module), strict=True
-    ):
-        for layer, source in zip(stack, sources, strict=True):  # type: ignore[arg-type]
+    sources = source_layers(setup.info.target_layer_ids, setup.info.layers_per_module)
+    for stack, copied in zip(adapter, sources, strict=True):
+        for layer, source in zip(stack, copied, strict=True):
             copy_layer(weights, source, layer)
 
 

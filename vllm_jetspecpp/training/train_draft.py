@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vllm_jetspecpp.models.attention import Rope
+from vllm_jetspecpp.models.attention import Rope, RotaryTable
 from vllm_jetspecpp.models.draft_model import DraftModel
-from vllm_jetspecpp.models.target_layers import TransformerLayer
+from vllm_jetspecpp.models.target_layers import RMSNorm
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
 from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, make_batch, noise_tokens
 from vllm_jetspecpp.training.loop import LoopConfig, train
@@ -24,8 +24,8 @@ ZERO_SHARE = 0.5
 def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int, sample: BlockBatch) -> None:
     """Layers from the target's last ones, ``fc`` the identity on the deepest tap, norms copied.
 
-    The draft layers normalise queries and keys and the target's may not: then those norms get the typical size of the
-    copied projections' outputs as weight, measured on ``sample``, so that attention starts about as sharp as the target's.
+    The draft layers normalise queries and keys and the target's may not: then those norms get as weight the typical
+    size of the copied projections' outputs, measured on ``sample``: attention starts about as sharp as the target's.
     """
     hidden = model.fc.out_features
     with torch.no_grad():
@@ -33,21 +33,19 @@ def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int
         model.fc.weight[:, -hidden:] = torch.eye(hidden)
         model.norm.weight.copy_(weights.tensor("model.norm.weight"))
         for offset, layer in enumerate(model.layers):
-            assert isinstance(layer, TransformerLayer)
             copy_layer(weights, num_target_layers - len(model.layers) + offset, layer)
-        first = model.layers[0]
-        model.hidden_norm.weight.copy_(first.input_layernorm.weight)
+        model.hidden_norm.weight.copy_(next(iter(model.layers)).input_layernorm.weight)
         states = model.hidden_norm(model.fc(sample.states.float().flatten(0, 2)))
         for layer in model.layers:
             attention = layer.self_attn
             for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
+                assert isinstance(norm, RMSNorm)
                 norm.weight.fill_(float(projection(states).pow(2).mean().sqrt()))
 
 
-def rope_of(parts_rotary: nn.Module, positions: Tensor) -> Rope:
+def rope_of(rotary: RotaryTable, positions: Tensor) -> Rope:
     """Rotary values of ``positions`` [N, ...], clamped to the table, flattened to [N, length]."""
-    table = parts_rotary.cos.shape[0]
-    return parts_rotary(positions.flatten(1).clamp(max=table - 1))
+    return rotary(positions.flatten(1).clamp(max=len(rotary.cos) - 1))
 
 
 def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Tensor) -> Tensor:
@@ -62,7 +60,7 @@ def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Ten
 
 @torch.no_grad()
 def validate(model: DraftModel, setup: Setup, data: list[BlockBatch]) -> dict[str, float]:
-    """Acceptance length τ (bonus token included) at J_0, true states, teacher-forced on greedy answers; and top-1 per position."""
+    """Acceptance length τ (bonus token included) of J_0 from true states, over greedy answers; two positions' top-1."""
     gen = torch.Generator().manual_seed(1)
     runs, hits = [], []
     for batch in data:
