@@ -97,7 +97,9 @@ def test_batched_round_equals_single_rounds(tiny: Tiny) -> None:
         assert cached(alone, message.slot) == cached(together, message.slot)
 
 
-def next_message(tokens: list[int], states: torch.Tensor, anchor: int, outcome: Outcome, drafts: tuple[int, ...]) -> Verified:
+def next_message(
+    tokens: list[int], states: torch.Tensor, anchor: int, outcome: Outcome, drafts: tuple[int, ...]
+) -> Verified:
     """What the worker sends after a verification; ``tokens`` is the sequence with the committed tokens."""
     ids = torch.tensor([*drafts[: outcome.num_accepted], outcome.bonus_token], dtype=torch.int32)
     rows = states[anchor : anchor + outcome.num_accepted + 1]
@@ -137,14 +139,18 @@ def test_requests_of_a_batch_hit_and_miss_independently(tiny: Tiny) -> None:
     config = RoundConfig(5, 3, 1, 1)
     engine = tiny.engine(config)
     tokens = {0: random_tokens(12, seed=1), 1: random_tokens(20, seed=2)}
-    drafts = engine.answer(VerifiedBatch(0, tuple(first_message(s, t, tiny.states(t[:-1])) for s, t in tokens.items()))).drafts
+    drafts = engine.answer(
+        VerifiedBatch(0, tuple(first_message(s, t, tiny.states(t[:-1])) for s, t in tokens.items()))
+    ).drafts
     engine.work()
     hit = next(iter(cached(engine, 0)))
     outcomes = {0: hit, 1: Outcome(0, drafts[1].tokens[0])}
     messages = []
     for slot, outcome in outcomes.items():
         sequence = [*tokens[slot], *drafts[slot].tokens[: outcome.num_accepted], outcome.bonus_token]
-        message = next_message(sequence, tiny.states(sequence[:-1]), len(tokens[slot]) - 1, outcome, drafts[slot].tokens)
+        message = next_message(
+            sequence, tiny.states(sequence[:-1]), len(tokens[slot]) - 1, outcome, drafts[slot].tokens
+        )
         messages.append(Verified(**{**message.__dict__, "slot": slot}))
     expected = cached(engine, 0)[hit]
     answers = engine.answer(VerifiedBatch(1, tuple(messages))).drafts

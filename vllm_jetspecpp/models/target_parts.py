@@ -86,7 +86,8 @@ class TargetParts:
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., hidden] → [..., draft_vocab]."""
-        return F.linear(states, self.head)
+        # Two dimensions only: the gradient of a strided batch would copy the head once for every row of it.
+        return F.linear(states.reshape(-1, states.shape[-1]), self.head).view(*states.shape[:-1], len(self.head))
 
 
 def load_target_config(folder: Path) -> Any:

@@ -23,6 +23,8 @@ class LoopConfig:
     warmup_steps: int = 50
     report_every: int = 20
     validate_every: int = 200
+    held_out: int = 64
+    """Sequences set aside for validation."""
 
 
 def train(

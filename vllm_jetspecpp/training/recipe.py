@@ -67,12 +67,17 @@ def train_part(part: str, target: str, work: Path, sizes: Sizes, loop: LoopConfi
     vocab_size = load_target_config(resolve_folder(target)).vocab_size
     token_ids = shortlist(cache, sizes.draft_vocab_size, vocab_size)
     start = time.time()
-    model, record = trainers[part](cache, prepare(target, cache, info, token_ids), loop)
+    model, record = trainers[part](cache, prepare(target, cache, info, token_ids, loop.held_out), loop)
     save_file(model.state_dict(), work / f"{part}.safetensors")
     save_file({"token_ids": token_ids}, work / "token_ids.safetensors")
     history = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "record": record}
     history["wall_minutes"] = (time.time() - start) / 60
     (work / f"{part}.json").write_text(json.dumps(history, indent=2))
+
+
+def read_record(work: Path, part: str) -> Record:
+    """The validation record of a trained part."""
+    return json.loads((work / f"{part}.json").read_text())["record"]
 
 
 def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> None:

@@ -55,7 +55,7 @@ class Setup:
     held_out: list[int]
 
 
-def prepare(target: str, cache: StateCache, info: CheckpointInfo, head_token_ids: Tensor, held_out: int = 64) -> Setup:
+def prepare(target: str, cache: StateCache, info: CheckpointInfo, head_token_ids: Tensor, held_out: int) -> Setup:
     """Load the target's pieces and set ``held_out`` sequences aside (the last ones)."""
     folder = resolve_folder(target)
     hf_config = load_target_config(folder)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from vllm_jetspecpp.models.attention import Rope, RotaryTable
 from vllm_jetspecpp.models.draft_model import DraftModel
-from vllm_jetspecpp.models.target_layers import RMSNorm
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
 from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, make_batch, noise_tokens
 from vllm_jetspecpp.training.loop import LoopConfig, train
@@ -21,11 +20,11 @@ ZERO_SHARE = 0.5
 """Share of blocks with m = 0."""
 
 
-def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int, sample: BlockBatch) -> None:
+def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int) -> None:
     """Layers from the target's last ones, ``fc`` the identity on the deepest tap, norms copied.
 
-    The draft layers normalise queries and keys and the target's may not: then those norms get as weight the typical
-    size of the copied projections' outputs, measured on ``sample``: attention starts about as sharp as the target's.
+    The draft layers normalise queries and keys. Where the target's do not, those norms stay at one: copying the typical
+    size of the projections instead makes attention so sharp that training starts slower (docs/LOG.md).
     """
     hidden = model.fc.out_features
     with torch.no_grad():
@@ -35,12 +34,6 @@ def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int
         for offset, layer in enumerate(model.layers):
             copy_layer(weights, num_target_layers - len(model.layers) + offset, layer)
         model.hidden_norm.weight.copy_(next(iter(model.layers)).input_layernorm.weight)
-        states = model.hidden_norm(model.fc(sample.states.float().flatten(0, 2)))
-        for layer in model.layers:
-            attention = layer.self_attn
-            for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-                assert isinstance(norm, RMSNorm)
-                norm.weight.fill_(float(projection(states).pow(2).mean().sqrt()))
 
 
 def rope_of(rotary: RotaryTable, positions: Tensor) -> Rope:
@@ -62,21 +55,21 @@ def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Ten
 def validate(model: DraftModel, setup: Setup, data: list[BlockBatch]) -> dict[str, float]:
     """Acceptance length τ (bonus token included) of J_0 from true states, over greedy answers; two positions' top-1."""
     gen = torch.Generator().manual_seed(1)
-    runs, hits = [], []
+    runs, hits, losses = [], [], []
     for batch in data:
         inputs = noise_tokens(batch, gen)
         inputs[..., 0] = batch.tokens[..., 0]
         with torch.autocast("cpu", torch.bfloat16):
-            best = setup.parts.head_token_ids[draft_logits(model, setup, batch, inputs).argmax(-1)]
+            logits = draft_logits(model, setup, batch, inputs)
+            target = setup.parts.logits(batch.final[:, :, :-1])
+        losses.append(forward_kl(target, logits)[batch.inside[..., 1:]])
+        best = setup.parts.head_token_ids[logits.argmax(-1)]
         right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]
         runs.append(right.long().cumprod(-1).sum(-1).flatten())
         hits.append(right.flatten(0, 1))
     top1 = torch.cat(hits).float().mean(0)
-    return {
-        "tau_J0": 1 + torch.cat(runs).float().mean().item(),
-        "top1_first": top1[0].item(),
-        "top1_second": top1[1].item(),
-    }
+    tau, loss = 1 + torch.cat(runs).float().mean(), torch.cat(losses).mean()
+    return {"loss": loss.item(), "tau_J0": tau.item(), "top1_first": top1[0].item(), "top1_second": top1[1].item()}
 
 
 def train_draft(
@@ -89,7 +82,7 @@ def train_draft(
     gen = torch.Generator().manual_seed(seed + 1)
     groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]
     held_out = [make_batch(cache, group, 16, block_size, gen) for group in groups]
-    initialise(model, setup.weights, setup.hf_config.num_hidden_layers, held_out[0])
+    initialise(model, setup.weights, setup.hf_config.num_hidden_layers)
     weights = POSITION_DECAY ** torch.arange(block_size - 1)
 
     def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:

@@ -1,0 +1,190 @@
+"""The process between the vLLM worker and Ray: it is Ray's driver, so that the worker need not be one.
+
+A Ray driver is ended by Ray when the GCS is away for a minute, gets Ray's signal handlers, and its threads take turns
+on the GIL: none of it may reach a server (the draft process never stops it). So the worker starts this small process,
+``python -m vllm_jetspecpp.draft_process.keeper``, which places one actor, watches it, and cleans up when the actor or
+the worker ends. Job in: one line of JSON on stdin. Stdin closed: stop. Out: why the draft process ended, on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
+from vllm_jetspecpp.draft_process.ray_actor import DraftActor
+from vllm_jetspecpp.draft_process.sweep import sweep
+
+NAMESPACE = "vllm_jetspecpp"
+_OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; nothing goes through it
+_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an outer address, but not its neighbours
+_LOOK_AT_WORKER = 0.2
+
+
+def main() -> None:
+    """Do one job; the exit status is 0 when the worker asked for the end."""
+    report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Ray prints must not mix with the report
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
+    job = json.loads(sys.stdin.readline())
+    try:
+        reason = keep(job)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        print(reason, file=report, flush=True)
+        sys.exit(1)
+
+
+def keep(job: dict[str, Any]) -> str | None:
+    """Run one draft process to its end; returns why it ended, None when the worker wanted it or is gone.
+
+    Args:
+        job: ``engine``, ``handle`` and ``placement`` as dicts, ``environment`` of the actor, ``directory`` of a private
+            cluster, ``worker`` (pid), ``timeout`` (seconds to find resources and a process).
+    """
+    placement = PlacementConfig(**job["placement"])
+    os.sched_setaffinity(0, placement.cores)  # all of a private cluster inherits it
+    with (
+        contextlib.closing(_Worker(job["worker"])) as worker,
+        _connected(placement, job["directory"]),
+        _placement_group(placement, job["timeout"]) as group,
+    ):
+        return _run_actor(job, placement, group, worker)
+
+
+class _Worker:
+    """The vLLM worker, as seen from here."""
+
+    def __init__(self, pid: int) -> None:
+        self._pidfd = os.pidfd_open(pid)  # stdin is not enough: a fork of the worker would hold it open
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        self._poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+
+    def wants_end(self, timeout: float) -> bool:
+        """Whether it closed our stdin or ended, waiting ``timeout`` seconds for that."""
+        return bool(self._poll.poll(timeout * 1000))
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+
+@contextlib.contextmanager
+def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
+    """Join the cluster that ``placement`` names, or start a private one in ``directory`` and remove it after."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    private = placement.ray_address in (None, "local")
+    if private:
+        _private_environment()
+    import ray
+
+    common: dict[str, Any] = {
+        "log_to_driver": placement.log_to_driver,
+        "logging_level": "error",
+        "namespace": NAMESPACE,
+    }
+    try:
+        if private:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address=_LOOPBACK,
+                _temp_dir=directory,
+                _plasma_directory=directory,
+                _system_config={
+                    "enable_worker_prestart": False,
+                    "prestart_worker_first_driver": False,
+                    "worker_niceness": 0,
+                },
+                **placement.private_cluster_resources(),
+                **common,
+            )
+        else:
+            ray.init(address=placement.ray_address, **common)
+        yield
+    finally:
+        ray.shutdown()
+        if private:
+            sweep(directory, spare={os.getpid()})
+
+
+def _private_environment() -> None:
+    """Of this process and of the cluster it starts: access by a token of its own, which is in no file.
+
+    To be called before Ray is imported, which reads it once.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+@contextlib.contextmanager
+def _placement_group(placement: PlacementConfig, timeout: float) -> Iterator[Any]:
+    """Resources on this host, since shared memory ends there. Raises TimeoutError when the cluster has not got them."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    here = f"node:{ray.util.get_node_ip_address()}"
+    group = placement_group([{**placement.bundle, here: 0.001}], strategy="STRICT_PACK")
+    try:
+        if not group.wait(timeout):
+            raise TimeoutError(
+                f"Ray found no place for the draft process in {timeout:g} s: it wants {placement.bundle} on {here}, "
+                f"available: {ray.available_resources()}"
+            )
+        yield group
+    finally:
+        with contextlib.suppress(Exception):  # Ray itself may be what died
+            remove_placement_group(group)
+
+
+def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, worker: _Worker) -> str | None:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    custom = {name: n for name, n in placement.bundle.items() if name not in ("CPU", "GPU")}
+    actor = (
+        ray.remote(DraftActor)
+        .options(
+            num_cpus=placement.bundle.get("CPU", 0),
+            num_gpus=placement.bundle.get("GPU", 0),
+            resources=custom,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+            max_concurrency=2,
+            max_restarts=0,  # a restart needs a new handle: it comes from the worker
+            runtime_env={"env_vars": job["environment"]},
+        )
+        .remote()
+    )
+    pid = ray.get(actor.pid.remote(), timeout=job["timeout"])
+    engine = {**job["engine"], "device": device_inside(job["engine"]["device"])}
+    serving = actor.serve.remote(engine, job["handle"], sorted(placement.cores))
+    try:
+        # Wait before looking at the worker: it too asks for the end when an engine fails, and that error is to be told.
+        while not (ended := ray.wait([serving], timeout=_LOOK_AT_WORKER)[0]) and not worker.wants_end(0):
+            pass
+        if ended:
+            ray.get(serving)
+        return None if worker.wants_end(0) else "it left although the worker is there"
+    except ray.exceptions.RayActorError:
+        return f"process {pid} was killed or crashed"
+    finally:
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """By signal, because a stopped or spinning process does not hear Ray; the pid is on this host."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

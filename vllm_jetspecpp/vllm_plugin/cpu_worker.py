@@ -1,0 +1,68 @@
+"""Worker and model runner for a target on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+# First: it replaces what a CPU build of PyTorch lacks before anything else of vLLM's workers is imported.
+import vllm.v1.worker.cpu_worker as vllm_cpu_worker
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_jetspecpp.vllm_plugin import compat, cpu_sampler
+from vllm_jetspecpp.vllm_plugin.hidden_states import HiddenStatesRunner
+from vllm_jetspecpp.vllm_plugin.worker import SpecDecodeWorker
+
+
+class CPUHiddenStatesRunner(HiddenStatesRunner, CPUModelRunner):
+    """vLLM's CPU model runner with our proposer."""
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        # Without triton-cpu, vLLM's rejection sampler fails on a step without any draft token (each prefill, for one)
+        # as soon as a request sets top-k. Such a step has one row a request, as the plain sampler expects it.
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None
+        return super()._sample(logits, spec_decode_metadata)
+
+
+class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):
+    """vLLM's CPU worker with a draft process on cores of its own."""
+
+    _former_cores: set[int] | None = None
+
+    def init_device(self) -> None:
+        """Repair vLLM's sampler if needed and build our model runner."""
+        compat.require("cpu")
+        cpu_sampler.repair()
+        # CPUWorker.init_device builds the runner by the name its module gives it.
+        original = vllm_cpu_worker.CPUModelRunner
+        vllm_cpu_worker.CPUModelRunner = CPUHiddenStatesRunner
+        try:
+            super().init_device()
+        finally:
+            vllm_cpu_worker.CPUModelRunner = original
+
+    def _make_client(self) -> Any:
+        client = super()._make_client()
+        if self.parallel_config.distributed_executor_backend == "uni":
+            self._keep_off_draft_cores()
+        return client
+
+    def _keep_off_draft_cores(self) -> None:
+        """vLLM binds the threads of worker processes; a worker inside the user's process is left to us."""
+        cores = os.sched_getaffinity(0)
+        left = cores - set(self.vllm_config.speculative_config.draft_cores or ())
+        if left and left != cores:
+            self._former_cores = cores
+            os.sched_setaffinity(0, left)
+            torch.set_num_threads(min(torch.get_num_threads(), len(left)))
+
+    def shutdown(self) -> None:
+        """End the draft process and the worker; a process that goes on gets its cores back."""
+        if self._former_cores is not None:
+            os.sched_setaffinity(0, self._former_cores)
+            self._former_cores = None
+        super().shutdown()

@@ -1,0 +1,269 @@
+"""Between the model runner and the draft process: slots, what was sent, and checked drafts."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_jetspecpp.draft_process.client import DraftClient
+from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
+from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics
+
+logger = logging.getLogger("vllm.jetspecpp")
+
+
+@dataclass(frozen=True)
+class VerifiedRows:
+    """One request's part of one target step, as the model runner saw it."""
+
+    request_id: str
+    first_row: int
+    """Where its rows begin in the step's hidden states."""
+    num_rows: int
+    position: int
+    """Position of the first row's token."""
+    num_draft_tokens: int
+    """Draft tokens among the rows; they are the last ones. vLLM pads a first step of one token with some of its own."""
+    num_sampled: int
+    """k + 1: accepted draft tokens and the target's own; 0 in a prefill chunk that is not the last."""
+    token_ids: np.ndarray  # [num_tokens] int32
+    """The whole prompt and everything committed, this step's tokens included."""
+    max_num_tokens: int
+    """Length at which the request ends."""
+
+    @property
+    def num_accepted(self) -> int:
+        """k."""
+        return max(self.num_sampled - 1, 0)
+
+    @property
+    def num_final_rows(self) -> int:
+        """Rows of committed tokens: those of rejected drafts are not."""
+        return self.num_rows - self.num_draft_tokens + (self.num_accepted if self.num_draft_tokens else 0)
+
+    @property
+    def room(self) -> int:
+        """Draft tokens of use: the target's own token needs a place after them."""
+        return self.max_num_tokens - len(self.token_ids) - 1
+
+
+@dataclass
+class SlotState:
+    """What the draft process knows of a request that owns a slot."""
+
+    slot: int
+    generation: int | None = None
+    """Of the draft process that was told; None before the first message."""
+    num_sent: int = 0
+    """Tokens it has been sent."""
+    origin: Origin = Origin.NONE
+    """Where the block that the scheduler holds came from; NONE when it holds none of ours."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A draft that was asked for."""
+
+    request_id: str
+    state: SlotState
+    max_tokens: int
+
+
+class Proposer:
+    """Stands where vLLM expects a drafter: sends what was verified, later collects drafts for the next step.
+
+    Whatever the draft process answers, ``collect`` returns valid token ids; without an answer there are no drafts.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        spec = vllm_config.speculative_config
+        self.num_draft_tokens: int = spec.num_speculative_tokens
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.client: DraftClient | None = None
+        """None on ranks that do not draft, and before the worker has set it."""
+        self.statistics = Statistics(self.num_draft_tokens)
+        self._client_counts: dict[str, float] = {}
+        self._free_slots = list(range(spec.engine_config(vllm_config).num_slots))
+        self._states: dict[str, SlotState] = {}
+        self._without_slot: set[str] = set()
+        self._released: set[int] = set()
+        self._expected: dict[int, Expected] = {}
+        self._generation: int | None = None
+        self._step = 0
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Nothing to load: vLLM's CPU runner calls this of every drafter."""
+
+    def propose(self, requests: Sequence[VerifiedRows], aux_states: Sequence[torch.Tensor]) -> None:
+        """Tell the draft process what one target step verified; ``collect`` fetches its answer.
+
+        Args:
+            requests: the step's requests, in the order of the batch.
+            aux_states: one tensor for each tapped layer, ascending, each [num_rows, hidden_size].
+        """
+        self.statistics.outcomes_known()
+        self._expected = {}
+        verified = [(rows, state := self._find_slot(rows.request_id), self._count(rows, state)) for rows in requests]
+        if self.client is None or not self.client.ready():
+            return
+        generation = self.client.generation
+        if generation != self._generation:
+            self._released.clear()  # a new draft process never heard of them
+            self._generation = generation
+        messages: list[Verified] = []
+        told: list[SlotState] = []
+        states: torch.Tensor | None = None
+        for rows, state, had_block in verified:
+            if state is None or (rows.num_sampled and rows.room < 1):
+                continue  # decodes plainly, or ends before a draft could be verified
+            if states is None:
+                states = torch.cat(list(aux_states), dim=-1)
+            message = self._message(rows, state, states, had_block, fresh=state.generation != generation)
+            messages.append(message)
+            told.append(state)
+            if message.wants_draft:
+                limit = min(self.num_draft_tokens, rows.room)
+                self._expected[state.slot] = Expected(rows.request_id, state, limit)
+        self._send(messages, told, generation)
+
+    def _message(
+        self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, fresh: bool
+    ) -> Verified:
+        """Tokens not sent before and states of this step; all tokens to a draft process that knows nothing."""
+        end = rows.position + rows.num_final_rows
+        if fresh:
+            token_start = 0
+        elif rows.position < state.num_sent - 1:
+            token_start = rows.position  # computed again: preempted and resumed, or tokens were taken back
+        else:
+            token_start = state.num_sent
+        token_end = len(rows.token_ids) if rows.num_sampled else end
+        return Verified(
+            slot=state.slot,
+            token_start=token_start,
+            # A copy: vLLM goes on writing into its own buffer.
+            tokens=torch.from_numpy(rows.token_ids[token_start:token_end].astype(np.int32)),
+            state_start=rows.position,
+            states=states[rows.first_row : rows.first_row + rows.num_final_rows],
+            num_accepted=rows.num_accepted if had_block else NO_BLOCK,
+            num_verified=rows.num_draft_tokens if had_block else 0,
+            wants_draft=rows.num_sampled > 0,
+            max_draft_tokens=rows.room,
+            reset=fresh,
+        )
+
+    def _send(self, messages: list[Verified], told: list[SlotState], generation: int) -> None:
+        # A slot that was given away again is cleared by its new request's reset.
+        released = self._released - {message.slot for message in messages}
+        if not messages and not released:
+            return
+        assert self.client is not None
+        self._step += 1
+        if not self.client.send(VerifiedBatch(self._step, tuple(messages), tuple(sorted(released)))):
+            self._expected = {}
+            return  # the next draft process is of another generation: it is sent everything
+        self._released.clear()
+        for state, message in zip(told, messages, strict=True):
+            state.generation, state.num_sent = generation, message.anchor_position + 1
+
+    def collect(self, request_ids: Sequence[str]) -> list[list[int]]:
+        """Drafts for the next step, one list for each request in the given order; empty where there is none.
+
+        Waits for the draft process, at most for the client's timeout.
+        """
+        drafts: dict[str, list[int]] = {}
+        if self._expected and self.client is not None:
+            reply = self.client.receive()
+            if reply is not None and reply.step == self._step:
+                drafts = dict(self._checked(reply.drafts))
+            self._expected = {}
+        if drafts:
+            self.statistics.handed_over()
+        return [drafts.get(request_id, []) for request_id in request_ids]
+
+    def _checked(self, answers: Iterable[Draft]) -> Iterable[tuple[str, list[int]]]:
+        """Request and usable draft tokens of every answer that fits what was asked for."""
+        for draft in answers:
+            expected = self._expected.pop(draft.slot, None)
+            tokens = self._usable_tokens(draft.tokens, expected.max_tokens if expected else 0)
+            if len(tokens) < len(draft.tokens):
+                self._complain(draft)
+            if expected and tokens and draft.origin in DRAFTED_ORIGINS:
+                expected.state.origin = draft.origin
+                self.statistics.received(draft.origin)
+                yield expected.request_id, tokens
+
+    def _usable_tokens(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """The tokens before the first that is not in the vocabulary, at most ``limit``."""
+        usable: list[int] = []
+        for token in tokens[:limit]:
+            if not 0 <= token < self.vocab_size:
+                break
+            usable.append(int(token))
+        return usable
+
+    def _complain(self, draft: Draft) -> None:
+        if not self.statistics.invalid_blocks:
+            logger.warning(
+                "the draft process answered with an invalid block for slot %d (%d tokens, %s); it is cut or dropped",
+                draft.slot,
+                len(draft.tokens),
+                draft.origin,
+            )
+        self.statistics.invalid_blocks += 1
+
+    def _count(self, rows: VerifiedRows, state: SlotState | None) -> bool:
+        """Count what the step committed; returns whether a block of ours was under verification."""
+        had_block = state is not None and state.origin != Origin.NONE and rows.num_draft_tokens > 0
+        if had_block:
+            assert state is not None
+            self.statistics.verified(state.origin, rows.num_draft_tokens, rows.num_accepted)
+        else:
+            self.statistics.plain_tokens += rows.num_sampled
+        if state is not None:
+            state.origin = Origin.NONE
+        return had_block
+
+    def _find_slot(self, request_id: str) -> SlotState | None:
+        """The request's slot; a request that finds none free at its first step decodes plainly to its end."""
+        state = self._states.get(request_id)
+        if state is None and request_id not in self._without_slot:
+            if self._free_slots:
+                state = self._states[request_id] = SlotState(heapq.heappop(self._free_slots))
+            else:
+                self._without_slot.add(request_id)
+        return state
+
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """The scheduler dropped the blocks of these requests: they were preempted."""
+        for request_id in request_ids:
+            if request_id in self._states:
+                self._states[request_id].origin = Origin.NONE
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests ended, or their tokens change: their slots are free again."""
+        for request_id in request_ids:
+            self._without_slot.discard(request_id)
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                heapq.heappush(self._free_slots, state.slot)
+                self._released.add(state.slot)
+
+    def stats(self, reset: bool = False) -> dict[str, Any]:
+        """Plain dict of :class:`Statistics` and of the client's own counts (under ``client``)."""
+        if self.client is None:
+            return {}
+        counts = asdict(self.client.stats)
+        since_reset = {name: count - self._client_counts.get(name, 0) for name, count in counts.items()}
+        values = self.statistics.as_dict() | {"client": since_reset}
+        if reset:
+            self.statistics = Statistics(self.num_draft_tokens)
+            self._client_counts = counts
+        return values

@@ -1,0 +1,79 @@
+"""The worker: starts the draft process beside the target, and ends it with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_jetspecpp.draft_process.client import DraftClient, make_client
+from vllm_jetspecpp.vllm_plugin import compat
+
+
+class SpecDecodeWorker(Worker):
+    """What the CPU and the GPU worker share. Only rank 0 drafts: the tapped states are the same on every rank."""
+
+    draft_client: DraftClient | None = None
+
+    def init_device(self) -> None:
+        """Start the draft process, which then starts while the target loads, and build the model runner."""
+        compat.require("worker")
+        if self.use_v2_model_runner:
+            raise RuntimeError("method 'jetspecpp' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+        if self.rank == 0:
+            self.draft_client = self._make_client()
+        with self._closing_on_error():
+            super().init_device()
+            self.model_runner.drafter.client = self.draft_client
+
+    def _make_client(self) -> DraftClient:
+        spec = self.vllm_config.speculative_config
+        return make_client(
+            spec.engine_config(self.vllm_config),
+            spec.placement_config,
+            spec.transport,
+            spec.reply_timeout,
+            spec.start_timeout,
+        )
+
+    def load_model(self, **options: Any) -> None:
+        """Load the target."""
+        with self._closing_on_error():
+            super().load_model(**options)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up the target, then wait until the draft process is ready too.
+
+        Raises:
+            DraftProcessError: it did not start; the message has the engine's own error.
+            TimeoutError: it takes longer than ``start_timeout``.
+        """
+        with self._closing_on_error():
+            times = super().compile_or_warm_up_model()
+            if self.draft_client is not None:
+                self.draft_client.wait_started(self.vllm_config.speculative_config.start_timeout)
+            return times
+
+    def jetspecpp_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Counts and times since start or the last reset; for ``collective_rpc``. Empty on ranks that do not draft."""
+        return self.model_runner.drafter.stats(reset)
+
+    def shutdown(self) -> None:
+        """End the draft process, then the worker."""
+        self._close_client()
+        super().shutdown()
+
+    def _close_client(self) -> None:
+        if self.draft_client is not None:
+            self.draft_client.close()
+            self.draft_client = None
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._close_client()
+            raise
