@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
 from vllm_jetspecpp.models.target_layers import LayerConfig
@@ -23,6 +23,8 @@ from vllm_jetspecpp.training.train_adapter import train_adapter
 from vllm_jetspecpp.training.train_draft import train_draft
 
 Record = list[dict[str, float]]
+Trainer = Callable[[StateCache, Setup, LoopConfig, dict[str, Tensor] | None, int], tuple[nn.Module, Record]]
+TRAINERS: dict[str, Trainer] = {"draft": train_draft, "adapter": train_adapter}
 
 
 @dataclass(frozen=True)
@@ -56,28 +58,34 @@ def states(target: str, answers: Path, work: Path, sizes: Sizes, limit: int | No
     compute_states(target, answers, work / "states", taps, limit)
 
 
-def train_part(part: str, target: str, work: Path, sizes: Sizes, loop: LoopConfig) -> None:
-    """Step 2: train ``draft`` or ``adapter``; weights and record land in ``work``."""
-    trainers: dict[str, Callable[[StateCache, Setup, LoopConfig], tuple[nn.Module, Record]]] = {
-        "draft": train_draft,
-        "adapter": train_adapter,
-    }
+def train_part(
+    part: str, target: str, work: Path, sizes: Sizes, loop: LoopConfig, go_on: bool = False, seed: int = 0
+) -> None:
+    """Step 2: train ``draft`` or ``adapter``; weights and record land in ``work``.
+
+    Args:
+        go_on: start from the weights an earlier run left in ``work`` and append to its record; the optimiser and the
+            learning rate's schedule start anew.
+    """
     cache = open_cache(work / "states")
     info = sizes.info(target, work)
     vocab_size = load_target_config(resolve_folder(target)).vocab_size
     token_ids = shortlist(cache, sizes.draft_vocab_size, vocab_size)
+    earlier = read_runs(work, part) if go_on else []
+    initial = load_file(work / f"{part}.safetensors") if go_on else None
     start = time.time()
-    model, record = trainers[part](cache, prepare(target, cache, info, token_ids, loop.held_out), loop)
+    setup = prepare(target, cache, info, token_ids, loop.held_out)
+    model, record = TRAINERS[part](cache, setup, loop, initial, seed)
     save_file(model.state_dict(), work / f"{part}.safetensors")
     save_file({"token_ids": token_ids}, work / "token_ids.safetensors")
-    history = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "record": record}
-    history["wall_minutes"] = (time.time() - start) / 60
-    (work / f"{part}.json").write_text(json.dumps(history, indent=2))
+    run = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "seed": seed}
+    run |= {"wall_minutes": round((time.time() - start) / 60, 1), "record": record}
+    (work / f"{part}.json").write_text(json.dumps([*earlier, run], indent=2))
 
 
-def read_record(work: Path, part: str) -> Record:
-    """The validation record of a trained part."""
-    return json.loads((work / f"{part}.json").read_text())["record"]
+def read_runs(work: Path, part: str) -> list[dict[str, Any]]:
+    """Every run that trained a part: its settings, and under ``record`` its validations."""
+    return json.loads((work / f"{part}.json").read_text())
 
 
 def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> None:
@@ -90,6 +98,6 @@ def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> 
     token_ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
     training: dict[str, Any] = {"sizes": asdict(sizes)}
     for part in ("draft", "adapter"):
-        training[part] = json.loads((work / f"{part}.json").read_text())
+        training[part] = read_runs(work, part)
     parts = DraftParts(draft_model, adapter, token_ids)
     save_checkpoint(info, hf_config, parts, dtype=torch.bfloat16, training=training, target_name=target_name)

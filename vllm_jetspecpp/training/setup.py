@@ -56,7 +56,13 @@ class Setup:
 
 
 def prepare(target: str, cache: StateCache, info: CheckpointInfo, head_token_ids: Tensor, held_out: int) -> Setup:
-    """Load the target's pieces and set ``held_out`` sequences aside (the last ones)."""
+    """Load the target's pieces and set ``held_out`` sequences aside (the last ones).
+
+    Raises:
+        ValueError: no sequence would be left to train on.
+    """
+    if cache.num_sequences <= held_out:
+        raise ValueError(f"{cache.num_sequences} sequences are too few: {held_out} are held out for validation")
     folder = resolve_folder(target)
     hf_config = load_target_config(folder)
     longest = int(cache.offsets.diff().max()) + info.block_size

@@ -90,12 +90,18 @@ def validate(adapter: Adapter, setup: Setup, data: list[BlockBatch]) -> dict[str
 
 
 def train_adapter(
-    cache: StateCache, setup: Setup, config: LoopConfig, seed: int = 0
+    cache: StateCache, setup: Setup, config: LoopConfig, initial: dict[str, Tensor] | None = None, seed: int = 0
 ) -> tuple[Adapter, list[dict[str, float]]]:
-    """Train an adapter of ``setup.info``'s sizes; returns it with its validation record."""
+    """Train an adapter of ``setup.info``'s sizes; returns it with its validation record.
+
+    Args:
+        initial: weights to go on from; by default copies of the target's layers.
+    """
     torch.manual_seed(seed)
     adapter = Adapter(setup.layer_config, list(setup.info.layers_per_module))
     initialise(adapter, setup.weights, setup)
+    if initial is not None:
+        adapter.load_state_dict(initial)
     scale = state_scale(cache, len(setup.info.target_layer_ids))
     gen = torch.Generator().manual_seed(seed + 1)
     groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]

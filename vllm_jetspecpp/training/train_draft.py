@@ -73,9 +73,13 @@ def validate(model: DraftModel, setup: Setup, data: list[BlockBatch]) -> dict[st
 
 
 def train_draft(
-    cache: StateCache, setup: Setup, config: LoopConfig, seed: int = 0
+    cache: StateCache, setup: Setup, config: LoopConfig, initial: dict[str, Tensor] | None = None, seed: int = 0
 ) -> tuple[DraftModel, list[dict[str, float]]]:
-    """Train a draft model of ``setup.info``'s sizes; returns it with its validation record."""
+    """Train a draft model of ``setup.info``'s sizes; returns it with its validation record.
+
+    Args:
+        initial: weights to go on from; by default copies of the target's layers.
+    """
     torch.manual_seed(seed)
     block_size = setup.info.block_size
     model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
@@ -83,6 +87,8 @@ def train_draft(
     groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]
     held_out = [make_batch(cache, group, 16, block_size, gen) for group in groups]
     initialise(model, setup.weights, setup.hf_config.num_hidden_layers)
+    if initial is not None:
+        model.load_state_dict(initial)
     weights = POSITION_DECAY ** torch.arange(block_size - 1)
 
     def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:

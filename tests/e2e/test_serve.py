@@ -1,0 +1,171 @@
+"""`vllm serve` with the shipped checkpoint, seen by its clients: what a user gets, and what is left afterwards."""
+
+import http.client
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from vllm_jetspecpp.demo.near_ties import Pair, judge
+from vllm_jetspecpp.demo.run import SERVE_ARGUMENTS, SERVE_ENV
+from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "checkpoints/smollm2-135m-instruct"
+TARGET = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
+MODEL = SERVE_ARGUMENTS[SERVE_ARGUMENTS.index("--served-model-name") + 1]
+SHARED_MEMORY = Path("/dev/shm")
+QUESTION = "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?"
+OTHER_QUESTION = "Write a Python function that returns the sum of the squares of a list."
+MAX_TOKENS = 64
+
+
+def missing_part() -> str | None:
+    """The model folder that is not there, or None."""
+    for folder in (TARGET, CHECKPOINT):
+        if not (folder / "config.json").is_file():
+            return f"{folder} is missing; `make test` prepares the target, the checkpoint is part of the repository"
+    return None
+
+
+@pytest.fixture(scope="module")
+def shared_memory_before() -> set[str]:
+    return set(os.listdir(SHARED_MEMORY))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, shared_memory_before: set[str]) -> Iterator[Server]:
+    if reason := missing_part():
+        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
+            pytest.skip(reason)
+        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
+    method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
+    arguments = [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)]
+    log = tmp_path_factory.mktemp("serve") / "serve.log"
+    with Server(str(TARGET), arguments, SERVE_ENV, log) as server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(client: OpenAI, question: str) -> tuple[list[int], list[int]]:
+    """Prompt and answer of a greedy, streamed chat, as token ids."""
+    prompt: list[int] = []
+    answer: list[int] = []
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        stream=True,
+        extra_body={"return_token_ids": True},
+    )
+    for chunk in stream:
+        prompt += getattr(chunk, "prompt_token_ids", None) or []
+        for choice in chunk.choices:
+            answer += getattr(choice, "token_ids", None) or []
+    return prompt, answer
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[PreTrainedModel]:
+    """The target outside vLLM, on one thread: the server is using the machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
+    torch.set_num_threads(threads)
+
+
+def assert_follows_target(target: PreTrainedModel, answers: list[tuple[list[int], list[int]]]) -> None:
+    """Every answer is the target's own greedy one, near ties of bfloat16 aside."""
+    pairs = []
+    for prompt, answer in answers:
+        with torch.inference_mode():
+            output = target.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)
+        pairs.append(Pair(prompt, answer, output[0, len(prompt) :].tolist()))
+    for difference in judge(TARGET, pairs):
+        assert difference is None or difference.is_near_tie, difference
+
+
+def test_streamed_chat_is_the_targets_own_answer(client: OpenAI, target: PreTrainedModel) -> None:
+    prompt, answer = chat(client, QUESTION)
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    messages = [{"role": "user", "content": QUESTION}]
+    assert prompt == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert_follows_target(target, [(prompt, answer)])
+
+
+def test_streamed_completion_equals_the_whole_one(client: OpenAI) -> None:
+    arguments: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3 4 5", "temperature": 0, "max_tokens": MAX_TOKENS}
+    whole = client.completions.create(**arguments)
+    chunks = list(client.completions.create(**arguments, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert whole.usage and whole.usage.completion_tokens == MAX_TOKENS
+
+
+def test_two_requests_at_once(client: OpenAI, target: PreTrainedModel) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda question: chat(client, question), (QUESTION, OTHER_QUESTION)))
+    assert_follows_target(target, answers)
+
+
+def test_raw_http(server: Server) -> None:
+    body = {"model": MODEL, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8, "stream": True}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    events = [line.removeprefix("data: ") for line in response.read().decode().splitlines() if line]
+    connection.close()
+    assert events[-1] == "[DONE]"
+    assert "Paris" in "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+def test_a_bad_request_harms_no_later_one(server: Server, client: OpenAI) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/v1/completions", "{", {"Content-Type": "application/json"})
+    assert connection.getresponse().status == 400
+    connection.close()
+    assert chat(client, QUESTION)[1]
+
+
+def test_drafts_are_accepted_and_foreseen(server: Server, client: OpenAI) -> None:
+    chat(client, QUESTION)
+    stats = server.stats()
+    assert stats["acceptance_length"] > 1.5, stats
+    assert stats["hits"] > 0, stats
+
+
+def unused_shared_memory(before: set[str]) -> list[str]:
+    """New segments that no living process maps: other programs of this machine may have made some meanwhile."""
+    mapped = ""
+    for process in psutil.process_iter():
+        try:
+            mapped += Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+    return sorted(name for name in set(os.listdir(SHARED_MEMORY)) - before if name not in mapped)
+
+
+def test_an_interrupt_ends_everything(server: Server, shared_memory_before: set[str]) -> None:
+    started = psutil.Process(server.process.pid).children(recursive=True)
+    assert started
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(STOP_TIMEOUT) == 0, server.log.read_text()[-3000:]
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert alive == []
+    assert unused_shared_memory(shared_memory_before) == []
