@@ -76,9 +76,16 @@ def attend(queries: Tensor, segments: list[KeysValues], mask: Tensor) -> Tensor:
     batch, heads, length, head_dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    # The heads of a group become further queries of their key head: no key is copied, the kernel stays the fast one.
+    # The heads of a group become further queries of their key head: no key is copied for them.
     grouped = queries.reshape(batch, kv_heads, group * length, head_dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask.repeat(1, group, 1).unsqueeze(1))
+    if queries.is_cuda:
+        bias = mask.repeat(1, group, 1).unsqueeze(1)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias)
+    else:
+        # PyTorch's fused kernel takes twice as long on a CPU at these shapes (few queries, docs/LOG.md).
+        scores = torch.matmul(grouped, keys.transpose(-1, -2)).view(batch, kv_heads, group, length, -1)
+        scores = (scores.float() * head_dim**-0.5).masked_fill(~mask[:, None, None], float("-inf"))
+        out = torch.matmul(scores.softmax(-1).to(values.dtype).flatten(2, 3), values)
     return out.reshape(batch, heads, length, head_dim)
 
 

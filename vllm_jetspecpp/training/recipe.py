@@ -23,6 +23,7 @@ from vllm_jetspecpp.training.train_adapter import train_adapter
 from vllm_jetspecpp.training.train_draft import train_draft
 
 Record = list[dict[str, float]]
+SHORTLIST = "token_ids.safetensors"
 Trainer = Callable[[StateCache, Setup, LoopConfig, dict[str, Tensor] | None, int], tuple[nn.Module, Record]]
 TRAINERS: dict[str, Trainer] = {"draft": train_draft, "adapter": train_adapter}
 
@@ -53,9 +54,12 @@ class Sizes:
 
 
 def states(target: str, answers: Path, work: Path, sizes: Sizes, limit: int | None) -> None:
-    """Step 1: the target's states over its answers."""
-    taps = list(sizes.info(target, work).target_layer_ids)
-    compute_states(target, answers, work / "states", taps, limit)
+    """Step 1: the target's states over its answers, and the shortlist of the vocabulary that both parts will use."""
+    info = sizes.info(target, work)
+    compute_states(target, answers, work / "states", list(info.target_layer_ids), limit)
+    vocab_size = load_target_config(resolve_folder(target)).vocab_size
+    token_ids = shortlist(open_cache(work / "states"), sizes.draft_vocab_size, vocab_size)
+    save_file({"token_ids": token_ids}, work / SHORTLIST)
 
 
 def train_part(
@@ -69,15 +73,13 @@ def train_part(
     """
     cache = open_cache(work / "states")
     info = sizes.info(target, work)
-    vocab_size = load_target_config(resolve_folder(target)).vocab_size
-    token_ids = shortlist(cache, sizes.draft_vocab_size, vocab_size)
+    token_ids = load_file(work / SHORTLIST)["token_ids"]
     earlier = read_runs(work, part) if go_on else []
     initial = load_file(work / f"{part}.safetensors") if go_on else None
     start = time.time()
     setup = prepare(target, cache, info, token_ids, loop.held_out)
     model, record = TRAINERS[part](cache, setup, loop, initial, seed)
     save_file(model.state_dict(), work / f"{part}.safetensors")
-    save_file({"token_ids": token_ids}, work / "token_ids.safetensors")
     run = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "seed": seed}
     run |= {"wall_minutes": round((time.time() - start) / 60, 1), "record": record}
     (work / f"{part}.json").write_text(json.dumps([*earlier, run], indent=2))
@@ -95,7 +97,7 @@ def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> 
     draft_model, adapter = build(LayerConfig.from_hf(hf_config), info)
     draft_model.load_state_dict(load_file(work / "draft.safetensors"))
     adapter.load_state_dict(load_file(work / "adapter.safetensors"))
-    token_ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    token_ids = load_file(work / SHORTLIST)["token_ids"].long()
     training: dict[str, Any] = {"sizes": asdict(sizes)}
     for part in ("draft", "adapter"):
         training[part] = read_runs(work, part)
