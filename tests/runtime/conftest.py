@@ -2,60 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from tiny_checkpoint import make_tiny_checkpoint
-from tiny_models import make_tiny_llama, make_tiny_qwen3
-from transformers import AutoModelForCausalLM
 
-from vllm_jetspecpp.config import EngineConfig, RoundConfig
-from vllm_jetspecpp.models.networks import Networks, load_networks
-from vllm_jetspecpp.runtime.draft_engine import DraftEngine
-from vllm_jetspecpp.runtime.offline import OfflineTarget
-
-MAKERS = {"llama": make_tiny_llama, "qwen3": make_tiny_qwen3}
-TAPS = (1, 3, 5)
-
-
-@dataclass
-class Tiny:
-    """A target, a checkpoint for it, and what tests do with them."""
-
-    target: Path
-    checkpoint: Path
-    model: Any
-
-    def config(self, round_config: RoundConfig, num_slots: int = 4) -> EngineConfig:
-        return EngineConfig(str(self.target), str(self.checkpoint), round_config, num_slots, 256, "float32")
-
-    def engine(self, round_config: RoundConfig, num_slots: int = 4) -> DraftEngine:
-        return DraftEngine(self.config(round_config, num_slots))
-
-    def networks(self, round_config: RoundConfig) -> Networks:
-        return load_networks(self.config(round_config))[0]
-
-    def offline(self) -> OfflineTarget:
-        return OfflineTarget(self.model, TAPS)
-
-    @torch.inference_mode()
-    def states(self, tokens: list[int]) -> torch.Tensor:
-        """True tapped states of ``tokens``: [len(tokens), taps * hidden]."""
-        hidden = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        return torch.cat([hidden[tap + 1][0] for tap in TAPS], -1)
+from tests.tiny_round import MAKERS, Tiny, make_tiny
 
 
 @pytest.fixture(scope="session", params=MAKERS)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    target = MAKERS[request.param](tmp_path_factory.mktemp("target"))
-    checkpoint = tmp_path_factory.mktemp("checkpoint")
-    make_tiny_checkpoint(target, checkpoint, taps=TAPS, draft_vocab_size=100, copy_adapter=True)
-    return Tiny(target, checkpoint, AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32))
-
-
-def random_tokens(count: int, seed: int, vocab: int = 128) -> list[int]:
-    """Token ids from a fixed seed."""
-    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return make_tiny(request.param, tmp_path_factory.mktemp(request.param))

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from scripted_engines import RAISE
 
+from tests.runtime.scripted_engines import RAISE
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.draft_process import supervisor, sweep
 from vllm_jetspecpp.draft_process.client import LocalDraftClient, make_client

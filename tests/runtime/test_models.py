@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from conftest import TAPS, Tiny, random_tokens
-from naive_round import true_context
 
+from tests.naive_round import true_context
+from tests.tiny_round import TAPS, Tiny, random_tokens
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.foresight import simulate_verification
 from vllm_jetspecpp.foresight.masks import BranchMasks

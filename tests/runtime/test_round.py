@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Tiny, random_tokens
-from naive_round import NaiveRound
 
+from tests.naive_round import NaiveRound
+from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoint import make_tiny_checkpoint
-from tiny_models import make_tiny_llama
 
+from tests.tiny_checkpoint import make_tiny_checkpoint
+from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.models.checkpoint import check_checkpoint, load_checkpoint, write_manifest
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import load_target_config

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_tiny_llama
 
+from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe

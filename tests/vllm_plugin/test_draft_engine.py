@@ -5,16 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.vllm_plugin.conftest import MAX_TOKENS, generate, running_engine
 
+ROUNDS = [(1, 0, 0), (4, 1, 1), (16, 3, 3), (2, 2, 0), (7, 3, 1)]
+"""B, J and R."""
 
-def test_greedy_output(tiny_model: Path, plain: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(("outcomes", "passes", "refreshes"), ROUNDS)
+def test_greedy_output(
+    outcomes: int,
+    passes: int,
+    refreshes: int,
+    tiny_model: Path,
+    plain: dict[str, Any],
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """Eight requests of different lengths together, and one alone, with prefills in chunks."""
     checkpoint = make_tiny_checkpoint(tiny_model, tmp_path, copy_adapter=True)
-    options = {"method": "jetspecpp", "model": str(checkpoint.folder), "transport": "local", "num_outcomes": 2}
+    options = {
+        "method": "jetspecpp",
+        "model": str(checkpoint.folder),
+        "transport": "local",
+        "num_outcomes": outcomes,
+        "jacobi_passes": passes,
+        "context_refreshes": refreshes,
+    }
     with running_engine(tiny_model, max_num_batched_tokens=64, speculative_config=options) as llm:
         assert generate(llm, prompts) == plain["outputs"]
         stats = llm.collective_rpc("jetspecpp_stats")[0]
+        assert generate(llm, prompts[3:4]) == plain["outputs"][3:4]
     assert sum(stats["committed"].values()) == sum(len(output) for output in plain["outputs"])
     assert stats["rounds"] > MAX_TOKENS and stats["invalid_blocks"] == 0
     assert stats["blocks_by_origin"]["first"] == len(prompts)

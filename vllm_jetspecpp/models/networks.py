@@ -40,7 +40,8 @@ class Networks:
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """Most probable token of every row: [..., hidden] → [...] int64."""
-        return self.target.head_token_ids[self.target.logits(hidden).argmax(-1)]
+        # max, not argmax: on a CPU in bfloat16 it is five times as fast.
+        return self.target.head_token_ids[self.target.logits(hidden).max(-1).indices]
 
 
 def load_networks(config: EngineConfig) -> tuple[Networks, CheckpointInfo]:

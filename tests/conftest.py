@@ -1,1 +1,0 @@
-"""Shared by all tests; its presence lets every test import the helpers beside it."""
