@@ -42,16 +42,18 @@ def shared_memory_before() -> set[str]:
     return set(os.listdir(SHARED_MEMORY))
 
 
+def start_server(log: Path) -> Server:
+    method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
+    return Server(str(TARGET), [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)], SERVE_ENV, log)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, shared_memory_before: set[str]) -> Iterator[Server]:
     if reason := missing_part():
         if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
             pytest.skip(reason)
         pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
-    method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
-    arguments = [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)]
-    log = tmp_path_factory.mktemp("serve") / "serve.log"
-    with Server(str(TARGET), arguments, SERVE_ENV, log) as server:
+    with start_server(tmp_path_factory.mktemp("serve") / "serve.log") as server:
         server.wait_ready()
         yield server
 
@@ -168,4 +170,17 @@ def test_an_interrupt_ends_everything(server: Server, shared_memory_before: set[
     assert server.process.wait(STOP_TIMEOUT) == 0, server.log.read_text()[-3000:]
     _, alive = psutil.wait_procs(started, timeout=10)
     assert alive == []
+    assert unused_shared_memory(shared_memory_before) == []
+
+
+def test_a_second_server_starts_and_a_kill_leaves_nothing(tmp_path: Path, shared_memory_before: set[str]) -> None:
+    """After SIGKILL of the server: no engine, worker, draft process or Ray, and no shared memory."""
+    with start_server(tmp_path / "serve.log") as server:
+        server.wait_ready()
+        started = psutil.Process(server.process.pid).children(recursive=True)
+        assert any("keeper" in " ".join(process.cmdline()) for process in started)
+        server.process.kill()
+        server.process.wait()
+        _, alive = psutil.wait_procs(started, timeout=40)
+        assert alive == []
     assert unused_shared_memory(shared_memory_before) == []

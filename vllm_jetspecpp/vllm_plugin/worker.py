@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
 from vllm_jetspecpp.vllm_plugin import compat
+from vllm_jetspecpp.vllm_plugin.orphans import watch_server
 
 
 class SpecDecodeWorker(Worker):
@@ -23,6 +24,7 @@ class SpecDecodeWorker(Worker):
         if self.use_v2_model_runner:
             raise RuntimeError("method 'jetspecpp' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
         if self.rank == 0:
+            watch_server()
             self.draft_client = self._make_client()
         with self._closing_on_error():
             super().init_device()
