@@ -56,13 +56,34 @@ def sample_anchors(low: Tensor, high: Tensor, count: int, generator: torch.Gener
     return (low[:, None] + (u * (high - low)[:, None]).long()).clamp(max=high[:, None] - 1)
 
 
+FIRST_ANCHOR = 24
+"""Blocks in prompts start here: what stands before is the chat template, the same every time."""
+
+
 def make_batch(
-    cache: StateCache, members: list[int], num_anchors: int, block_size: int, gen: torch.Generator
+    cache: StateCache,
+    members: list[int],
+    num_anchors: int,
+    block_size: int,
+    gen: torch.Generator,
+    prompt_share: float = 0.0,
 ) -> BlockBatch:
-    """Blocks of sequences ``members`` at random anchors in their answers."""
+    """Blocks of sequences ``members`` at random anchors: in their answers, and a share of them in the prompts.
+
+    The target's states and distributions over prompts come for free with those over answers, and overfitting comes
+    later with them.
+    """
     starts = cache.offsets[members]
     lengths = cache.offsets[[m + 1 for m in members]] - starts
-    anchors = sample_anchors(cache.prompt_lengths[members], lengths - 1, num_anchors, gen)
+    prompts = cache.prompt_lengths[members]
+    in_prompt = int(num_anchors * prompt_share)
+    anchors = torch.cat(
+        [
+            sample_anchors((prompts - 1).clamp(max=FIRST_ANCHOR), prompts, in_prompt, gen),
+            sample_anchors(prompts, lengths - 1, num_anchors - in_prompt, gen),
+        ],
+        dim=1,
+    )
     within = torch.minimum(anchors[..., None] + torch.arange(block_size), (lengths - 1)[:, None, None])
     rows = starts[:, None, None] + within
     columns = torch.minimum(torch.arange(int(lengths.max())), (lengths - 1)[:, None])
@@ -79,7 +100,13 @@ def make_batch(
 
 
 def batches(
-    cache: StateCache, members: list[int], num_sequences: int, num_anchors: int, block_size: int, seed: int
+    cache: StateCache,
+    members: list[int],
+    num_sequences: int,
+    num_anchors: int,
+    block_size: int,
+    seed: int,
+    prompt_share: float,
 ) -> Iterator[BlockBatch]:
     """Endless batches; each epoch shuffles anew and groups sequences of like length."""
     gen = torch.Generator().manual_seed(seed)
@@ -89,7 +116,7 @@ def batches(
         pools = [pool[lengths[pool].argsort()] for pool in order.split(16 * num_sequences)]
         groups = [g for pool in pools for g in pool.split(num_sequences)]
         for index in torch.randperm(len(groups), generator=gen).tolist():
-            yield make_batch(cache, groups[index].tolist(), num_anchors, block_size, gen)
+            yield make_batch(cache, groups[index].tolist(), num_anchors, block_size, gen, prompt_share)
 
 
 def noise_tokens(batch: BlockBatch, gen: torch.Generator) -> Tensor:

@@ -23,6 +23,12 @@ class LoopConfig:
     warmup_steps: int = 50
     report_every: int = 20
     validate_every: int = 200
+    prompt_share: float = 0.25
+    """Share of the blocks that start in a prompt."""
+    zero_share: float = 0.5
+    """Draft model: share of the blocks without a clean prefix (m = 0 in Eq. 9)."""
+    position_decay: float = 0.85
+    """Draft model: position i of a block weighs this to the power i - 1: it counts only if all before it are right."""
     held_out: int = 64
     """Sequences set aside for validation."""
 

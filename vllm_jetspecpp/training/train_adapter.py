@@ -115,5 +115,5 @@ def train_adapter(
         kl = masked_mean(forward_kl(target, logits), batch.inside)
         return state + DECODER_KL_WEIGHT * kl, {"state": state.item(), "kl": kl.item()}
 
-    data = batches(cache, setup.train, num_sequences=4, num_anchors=16, block_size=setup.info.block_size, seed=seed)
+    data = batches(cache, setup.train, 4, 16, setup.info.block_size, seed, config.prompt_share)
     return adapter, train(adapter, data, loss_of, lambda: validate(adapter, setup, held_out), config)

@@ -14,11 +14,6 @@ from vllm_jetspecpp.training.losses import forward_kl, masked_mean
 from vllm_jetspecpp.training.setup import Setup
 from vllm_jetspecpp.training.target_states import StateCache
 
-POSITION_DECAY = 0.85
-"""Weight of block position i is this to the power i - 1: a position counts only if all before it were accepted."""
-ZERO_SHARE = 0.5
-"""Share of blocks with m = 0."""
-
 
 def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int) -> None:
     """Layers from the target's last ones, ``fc`` the identity on the deepest tap, norms copied.
@@ -89,10 +84,10 @@ def train_draft(
     initialise(model, setup.weights, setup.hf_config.num_hidden_layers)
     if initial is not None:
         model.load_state_dict(initial)
-    weights = POSITION_DECAY ** torch.arange(block_size - 1)
+    weights = config.position_decay ** torch.arange(block_size - 1)
 
     def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:
-        m = clean_prefix_lengths(batch.anchors.shape, block_size, ZERO_SHARE, gen)[..., None]
+        m = clean_prefix_lengths(batch.anchors.shape, block_size, config.zero_share, gen)[..., None]
         position = torch.arange(block_size)
         inputs = torch.where(position <= m, batch.tokens, noise_tokens(batch, gen))
         with torch.no_grad():
@@ -104,5 +99,5 @@ def train_draft(
         loss = masked_mean(kl, counted * weights)
         return loss, {"kl": loss.item()}
 
-    data = batches(cache, setup.train, num_sequences=4, num_anchors=24, block_size=block_size, seed=seed)
+    data = batches(cache, setup.train, 4, 24, block_size, seed, config.prompt_share)
     return model, train(model, data, loss_of, lambda: validate(model, setup, held_out), config)
