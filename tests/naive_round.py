@@ -176,7 +176,8 @@ class NaiveRound:
         return [sequence[-1], *(sequence[p] for p in source.tolist())]
 
     def fallback(self) -> list[int]:
-        return draft(self.nets, self.noised(self.tokens), len(self.tokens) - 1, self.context())[1:]
+        passes, refreshes = self.config.fallback_passes, self.config.fallback_refreshes
+        return self.refined(self.tokens, self.context(), passes, refreshes)
 
     def predraft(self, drafts: list[int]) -> dict[tuple[int, int], list[int]]:
         """Blocks for the B likeliest outcomes of ``drafts``."""
@@ -188,11 +189,16 @@ class NaiveRound:
         return {(k, a): self.branch(drafts, k, a, context.plus(predicted, k + 1)) for k, a in chosen}
 
     def branch(self, drafts: list[int], k: int, a: int, context: NaiveContext) -> list[int]:
-        start, fixed = len(self.tokens) + k, 0
-        block = draft(self.nets, self.noised([*self.tokens, *drafts[:k], a]), start, context)
+        passes, refreshes = self.config.jacobi_passes, self.config.context_refreshes
+        return self.refined([*self.tokens, *drafts[:k], a], context, passes, refreshes)
+
+    def refined(self, sequence: list[int], context: NaiveContext, passes: int, refreshes: int) -> list[int]:
+        """Draft and refinement of the block whose anchor ends ``sequence``."""
+        start, fixed = len(sequence) - 1, 0
+        block = draft(self.nets, self.noised(sequence), start, context)
         reads = context
-        for iteration in range(1, self.config.jacobi_passes + 1):
-            if iteration <= self.config.context_refreshes:
+        for iteration in range(1, passes + 1):
+            if iteration <= refreshes:
                 positions = list(range(start, start + len(block)))
                 log_probs, refreshed = simulate(self.nets, block, positions, context)
                 likeliest = self.nets.target.head_token_ids[log_probs.argmax(-1)].tolist()

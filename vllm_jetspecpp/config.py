@@ -71,17 +71,23 @@ class RoundConfig:
     """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
     selection: str = "uncalibrated"
     """How outcomes are scored: ``uncalibrated`` is Eq. 6."""
+    fallback_passes: int = 0
+    """Refinement passes of the block after a miss; 0 is the paper's J_0. They are not hidden behind verification."""
+    fallback_refreshes: int = 0
+    """Context refreshes of that block, at most ``fallback_passes``."""
 
     def __post_init__(self) -> None:
         check_range("num_speculative_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         check_range("num_outcomes", self.num_outcomes, 1, MAX_OUTCOMES)
-        check_range("jacobi_passes", self.jacobi_passes, 0, MAX_PASSES)
-        check_range("context_refreshes", self.context_refreshes, 0, MAX_PASSES)
-        if self.context_refreshes > self.jacobi_passes:
-            raise ValueError(
-                f"context_refreshes must be at most jacobi_passes (a refresh stands before a pass), "
-                f"got context_refreshes={self.context_refreshes}, jacobi_passes={self.jacobi_passes}"
-            )
+        for passes, refreshes in (("jacobi_passes", "context_refreshes"), ("fallback_passes", "fallback_refreshes")):
+            given = {name: getattr(self, name) for name in (passes, refreshes)}
+            for name, value in given.items():
+                check_range(name, value, 0, MAX_PASSES)
+            if given[refreshes] > given[passes]:
+                raise ValueError(
+                    f"{refreshes} must be at most {passes} (a refresh stands before a pass), "
+                    f"got {refreshes}={given[refreshes]}, {passes}={given[passes]}"
+                )
         check_choice("selection", self.selection, SELECTIONS)
 
     @property

@@ -28,7 +28,7 @@ def cached(engine: DraftEngine, slot: int) -> dict[Outcome, tuple[int, ...]]:
 @pytest.mark.parametrize("shape", ROUNDS, ids=str)
 def test_round_equals_plain_reference(tiny: Tiny, shape: tuple[int, int, int, int]) -> None:
     """First block and every pre-drafted block, for any γ, B, J, R."""
-    config = RoundConfig(*shape)
+    config = RoundConfig(*shape, fallback_passes=shape[2], fallback_refreshes=shape[3])
     engine = tiny.engine(config)
     tokens = random_tokens(20, seed=sum(shape))
     states = tiny.states(tokens[:-1])

@@ -122,14 +122,48 @@ def noised_blocks(prefix: Prefix, anchors: Tensor, anchor_positions: Tensor, num
     return torch.cat([anchors.unsqueeze(-1), noise], dim=-1)
 
 
+def draft_refined(
+    nets: Networks, blocks: Tensor, anchor: Tensor, context: Context, before: list[Tensor], passes: int, refreshes: int
+) -> Tensor:
+    """Initial draft, then ``passes`` Jacobi passes (Eq. 8), a context refresh before each of the first ``refreshes``.
+
+    Args:
+        blocks: [rows, blocks, T] int64, anchor and noise.
+        anchor: [rows, blocks] int64, absolute positions.
+        context: what stands before the blocks.
+        before: mask pieces over ``context``, each [rows, blocks * T, keys].
+
+    Returns:
+        [rows, blocks, T] int64.
+    """
+    masks = BranchMasks(blocks.shape[1], blocks.shape[2], blocks.device)
+    positions = (anchor.unsqueeze(-1) + masks.position[: blocks.shape[2]]).flatten(1)
+    fixed = torch.zeros_like(anchor)
+    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
+    blocks = draft_pass(nets, blocks, anchor, fixed, context, whole)
+
+    reads, seen = context, before
+    for iteration in range(1, passes + 1):
+        if iteration <= refreshes:
+            refresh = simulate_verification(nets, blocks.flatten(1), positions, context, whole)
+            likeliest = nets.likeliest(refresh.hidden).view(blocks.shape)
+            blocks, fixed = replace_anchor(blocks, likeliest, fixed)
+            reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
+        mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
+        blocks = draft_pass(nets, blocks, anchor, fixed, reads, mask)
+    return blocks
+
+
 def draft_fallback(nets: Networks, config: RoundConfig, prefix: Prefix) -> Tensor:
-    """J_0 from the verified context: the block after a miss, or a request's first. → [rows, γ] int64."""
+    """The block after a miss, or a request's first, from the verified context. → [rows, γ] int64.
+
+    The paper drafts it in one pass (J_0); refining it too is an option of ours, paid for on the critical path.
+    """
     anchor = prefix.anchor.unsqueeze(-1)
     blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, config.num_draft_tokens)
-    masks = BranchMasks(1, config.block_size, blocks.device)
-    fixed = torch.zeros_like(anchor)
-    mask = torch.cat([masks.prefix(prefix.mask), masks.own(fixed)], dim=-1)
-    return draft_pass(nets, blocks, anchor, fixed, prefix.context, mask)[:, 0, 1:]
+    before = [BranchMasks(1, config.block_size, blocks.device).prefix(prefix.mask)]
+    passes, refreshes = config.fallback_passes, config.fallback_refreshes
+    return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes)[:, 0, 1:]
 
 
 def foresee(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor) -> tuple[Simulation, SelectedOutcomes]:
@@ -157,18 +191,6 @@ def predraft(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor)
     before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
 
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
-    fixed = torch.zeros_like(anchor)
-    positions = (anchor.unsqueeze(-1) + masks.position[: config.block_size]).flatten(1)
-    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
-    blocks = draft_pass(nets, blocks, anchor, fixed, context, whole)
-
-    reads, seen = context, before
-    for iteration in range(1, config.jacobi_passes + 1):
-        if iteration <= config.context_refreshes:
-            refresh = simulate_verification(nets, blocks.flatten(1), positions, context, whole)
-            likeliest = nets.likeliest(refresh.hidden).view(blocks.shape)
-            blocks, fixed = replace_anchor(blocks, likeliest, fixed)
-            reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
-        mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
-        blocks = draft_pass(nets, blocks, anchor, fixed, reads, mask)
+    passes, refreshes = config.jacobi_passes, config.context_refreshes
+    blocks = draft_refined(nets, blocks, anchor, context, before, passes, refreshes)
     return PreDrafts(outcomes, bonus_tokens, blocks[..., 1:])

@@ -52,6 +52,10 @@ class JetSpecConfig(SpeculativeConfig):
     """R ≤ J, context refreshes, one before each of the first R passes."""
     selection: str = "uncalibrated"
     """How outcomes are scored."""
+    fallback_passes: int = 0
+    """Refinement passes of the block after a miss, which the step waits for; 0 is the paper's J_0."""
+    fallback_refreshes: int = 0
+    """Context refreshes of that block, at most ``fallback_passes``."""
     draft_device: str = "auto"
     """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes."""
     draft_cores: int | list[int] | None = None
@@ -96,7 +100,13 @@ class JetSpecConfig(SpeculativeConfig):
 
     def _round(self, num_draft_tokens: int) -> RoundConfig:
         return RoundConfig(
-            num_draft_tokens, self.num_outcomes, self.jacobi_passes, self.context_refreshes, self.selection
+            num_draft_tokens=num_draft_tokens,
+            num_outcomes=self.num_outcomes,
+            jacobi_passes=self.jacobi_passes,
+            context_refreshes=self.context_refreshes,
+            selection=self.selection,
+            fallback_passes=self.fallback_passes,
+            fallback_refreshes=self.fallback_refreshes,
         )
 
     @property
