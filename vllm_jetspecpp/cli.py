@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
 
 DEMO_TARGET = Path(".cache/smollm2-135m-instruct")
 DEMO_CHECKPOINT = Path("checkpoints/smollm2-135m-instruct")
+DEMO_OPTIONS = {
+    "num_outcomes": 6,
+    "jacobi_passes": 3,
+    "context_refreshes": 3,
+    "fallback_passes": 3,
+    "fallback_refreshes": 3,
+}
+"""The demo shows what is accepted and foreseen, so it refines much; two CPU cores cannot hide that much drafting."""
 USER_ERROR = 2
 """Exit status when what was asked for cannot be: argparse's own."""
 
@@ -44,6 +53,13 @@ def add_demo(subcommands: Subcommands) -> None:
     parser.add_argument("--limit", type=int, default=None, help="only the first so many prompts")
     parser.add_argument("--max-tokens", type=int, default=200, help="longest answer (default: %(default)s)")
     parser.add_argument("--num-speculative-tokens", type=int, default=7, help="γ, draft tokens a block (default: 7)")
+    parser.add_argument(
+        "--options",
+        type=json.loads,
+        default=DEMO_OPTIONS,
+        metavar="JSON",
+        help=f"further options of --speculative-config (default: {json.dumps(DEMO_OPTIONS)})",
+    )
     parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help="of the servers (default: %(default)s)")
 
     def run(args: argparse.Namespace) -> int:
@@ -54,6 +70,7 @@ def add_demo(subcommands: Subcommands) -> None:
             "method": "jetspecpp",
             "model": str(args.checkpoint),
             "num_speculative_tokens": args.num_speculative_tokens,
+            **args.options,
         }
         return run_demo(DemoConfig(target, speculative, args.prompts, args.limit, args.max_tokens, args.logs))
 
