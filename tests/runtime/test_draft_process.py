@@ -26,13 +26,13 @@ from vllm_jetspecpp.draft_process.sweep import make_directory, sweep_abandoned
 from vllm_jetspecpp.transport.base import TransportClosed
 from vllm_jetspecpp.transport.messages import DraftBatch, Verified, VerifiedBatch
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 REPLY_TIMEOUT = 2.0
 START_TIMEOUT = 90.0
 
 
 def engine_config(engine="EchoEngine"):
-    return EngineConfig("target", "nowhere", RoundConfig(7), 4, 128, engine=f"scripted_engines.{engine}")
+    return EngineConfig("target", "nowhere", RoundConfig(7), 4, 128, engine=f"tests.runtime.scripted_engines.{engine}")
 
 
 def client_of(engine="EchoEngine", **placement):
@@ -175,8 +175,8 @@ def test_first_start_that_fails_says_why(temp_dir):
 
 SERVER = """
 import sys, time
-sys.path.insert(0, {here!r})
-from test_draft_process import client_of, draft_of
+sys.path.insert(0, {root!r})
+from tests.runtime.test_draft_process import client_of, draft_of
 if __name__ == "__main__":
     clients = [client_of() for _ in range(2)]
     for client in clients:
@@ -191,7 +191,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_server_leaves_nothing(temp_dir, stop):
     """Two clusters of one server at once; the signal goes to its whole process group, as a Ctrl-C does."""
-    command = [sys.executable, "-c", SERVER.format(here=str(HERE))]
+    command = [sys.executable, "-c", SERVER.format(root=str(ROOT))]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert server.stdout.readline() == "ready\n"
@@ -201,7 +201,7 @@ def test_a_killed_server_leaves_nothing(temp_dir, stop):
         assert len([line for line in processes if line.startswith("ray::DraftActor")]) == 2
     finally:
         os.killpg(server.pid, stop)
-        server.wait(10)
+        server.wait(40)
         server.stdout.close()
     assert_nothing_left(temp_dir, seconds=15)
 
