@@ -8,6 +8,7 @@ def main() -> None:
         ".cache/smollm2-135m-instruct",
         max_model_len=2048,
         enforce_eager=True,
+        kv_cache_memory_bytes=2 << 30,  # by default vLLM wants most of the machine's memory
         speculative_config={
             "method": "jetspecpp",
             "model": "checkpoints/smollm2-135m-instruct",

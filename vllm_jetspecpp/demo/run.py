@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -216,6 +217,8 @@ def run_demo(config: DemoConfig) -> int:
         FileNotFoundError: a model or the prompts are missing.
         ValueError: the prompts are unreadable.
     """
+    # A demo that is told to end must end its server too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     check_folders(config)
     prompts = read_prompts(config.prompts, config.limit)
