@@ -38,6 +38,11 @@ class BlockBatch:
         """[N, A, T] int64, absolute."""
         return self.anchors[..., None] + torch.arange(self.tokens.shape[-1])
 
+    @property
+    def context_positions(self) -> Tensor:
+        """[N, L] int64."""
+        return torch.arange(self.context.shape[1]).expand(self.context.shape[0], -1)
+
     def context_mask(self) -> Tensor:
         """[N, A * T, L] bool: a block sees the states before its anchor."""
         seen = torch.arange(self.context.shape[1]) < self.anchors[..., None]
@@ -97,6 +102,14 @@ def make_batch(
         final=cache.final[rows],
         sequence=cache.tokens[context_rows].long(),
     )
+
+
+def held_out_batches(
+    cache: StateCache, members: list[int], num_anchors: int, block_size: int, gen: torch.Generator
+) -> list[BlockBatch]:
+    """Fixed batches of four sequences for validation, blocks in the answers."""
+    groups = [members[i : i + 4] for i in range(0, len(members), 4)]
+    return [make_batch(cache, group, num_anchors, block_size, gen) for group in groups]
 
 
 def batches(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_jetspecpp.models.attention import Rope
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import (
@@ -53,6 +54,11 @@ class Setup:
     info: CheckpointInfo
     train: list[int]
     held_out: list[int]
+
+    def rope(self, positions: Tensor) -> Rope:
+        """Rotary values of ``positions`` [N, ...], flattened to [N, length] and clamped to the table."""
+        rotary = self.parts.rotary
+        return rotary(positions.flatten(1).clamp(max=len(rotary.cos) - 1))
 
 
 def prepare(target: str, cache: StateCache, info: CheckpointInfo, head_token_ids: Tensor, held_out: int) -> Setup:

@@ -11,12 +11,11 @@ from torch import Tensor
 from vllm_jetspecpp.models.adapter import Adapter
 from vllm_jetspecpp.models.attention import KeysValues
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
-from vllm_jetspecpp.training.blocks import BlockBatch, batches, make_batch
+from vllm_jetspecpp.training.blocks import BlockBatch, batches, held_out_batches
 from vllm_jetspecpp.training.loop import LoopConfig, train
 from vllm_jetspecpp.training.losses import forward_kl, masked_mean, state_loss
 from vllm_jetspecpp.training.setup import Setup
 from vllm_jetspecpp.training.target_states import StateCache
-from vllm_jetspecpp.training.train_draft import rope_of
 
 DECODER_KL_WEIGHT = 0.5
 
@@ -53,7 +52,7 @@ def state_scale(cache: StateCache, num_taps: int) -> Tensor:
 def decoder_context(setup: Setup, batch: BlockBatch) -> list[list[KeysValues]]:
     """Keys and values of the decoder's layers over the true context."""
     n, length = batch.sequence.shape
-    rope = rope_of(setup.parts.rotary, torch.arange(length).expand(n, -1))
+    rope = setup.rope(batch.context_positions)
     causal = torch.ones(length, length, dtype=torch.bool).tril().expand(n, -1, -1)
     x, context = batch.context.chunk(len(setup.info.target_layer_ids), dim=-1)[-1], []
     for layer in setup.parts.decoder.layers:
@@ -65,9 +64,9 @@ def decoder_context(setup: Setup, batch: BlockBatch) -> list[list[KeysValues]]:
 def predict(adapter: Adapter, setup: Setup, batch: BlockBatch) -> tuple[Tensor, Tensor]:
     """Adapter and decoder over the true blocks: states [N, A, T, taps * hidden] and logits [N, A, T, draft_vocab]."""
     n, a, t = batch.tokens.shape
-    context_rope = rope_of(setup.parts.rotary, torch.arange(batch.context.shape[1]).expand(n, -1))
+    context_rope = setup.rope(batch.context_positions)
     context = [[kv] for kv in adapter.context_keys_values(batch.context, context_rope)]
-    rope, mask = rope_of(setup.parts.rotary, batch.positions), batch.mask()
+    rope, mask = setup.rope(batch.positions), batch.mask()
     states = adapter(setup.parts.embed(batch.tokens.flatten(1)), rope, context, mask)
     with torch.no_grad():
         above = decoder_context(setup, batch)
@@ -104,8 +103,7 @@ def train_adapter(
         adapter.load_state_dict(initial)
     scale = state_scale(cache, len(setup.info.target_layer_ids))
     gen = torch.Generator().manual_seed(seed + 1)
-    groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]
-    held_out = [make_batch(cache, group, 8, setup.info.block_size, gen) for group in groups]
+    held_out = held_out_batches(cache, setup.held_out, 8, setup.info.block_size, gen)
 
     def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:
         states, logits = predict(adapter, setup, batch)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.models.attention import Rope, RotaryTable
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
-from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, make_batch, noise_tokens
+from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, held_out_batches, noise_tokens
 from vllm_jetspecpp.training.loop import LoopConfig, train
 from vllm_jetspecpp.training.losses import forward_kl, masked_mean
 from vllm_jetspecpp.training.setup import Setup
@@ -31,18 +30,13 @@ def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int
         model.hidden_norm.weight.copy_(next(iter(model.layers)).input_layernorm.weight)
 
 
-def rope_of(rotary: RotaryTable, positions: Tensor) -> Rope:
-    """Rotary values of ``positions`` [N, ...], clamped to the table, flattened to [N, length]."""
-    return rotary(positions.flatten(1).clamp(max=len(rotary.cos) - 1))
-
-
 def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Tensor) -> Tensor:
     """Logits of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, draft_vocab]."""
     n, a, t = inputs.shape
-    context_rope = rope_of(setup.parts.rotary, torch.arange(batch.context.shape[1]).expand(n, -1))
+    context_rope = setup.rope(batch.context_positions)
     context = model.context_keys_values(batch.context, context_rope)
     embeddings = setup.parts.embed(inputs.flatten(1))
-    hidden = model(embeddings, rope_of(setup.parts.rotary, batch.positions), [[kv] for kv in context], batch.mask())
+    hidden = model(embeddings, setup.rope(batch.positions), [[kv] for kv in context], batch.mask())
     return setup.parts.logits(hidden.view(n, a, t, -1)[:, :, 1:])
 
 
@@ -79,8 +73,7 @@ def train_draft(
     block_size = setup.info.block_size
     model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
     gen = torch.Generator().manual_seed(seed + 1)
-    groups = [setup.held_out[i : i + 4] for i in range(0, len(setup.held_out), 4)]
-    held_out = [make_batch(cache, group, 16, block_size, gen) for group in groups]
+    held_out = held_out_batches(cache, setup.held_out, 16, block_size, gen)
     initialise(model, setup.weights, setup.hf_config.num_hidden_layers)
     if initial is not None:
         model.load_state_dict(initial)

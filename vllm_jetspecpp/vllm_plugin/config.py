@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,15 +99,8 @@ class JetSpecConfig(SpeculativeConfig):
         self._round(self.num_speculative_tokens or 1)
 
     def _round(self, num_draft_tokens: int) -> RoundConfig:
-        return RoundConfig(
-            num_draft_tokens=num_draft_tokens,
-            num_outcomes=self.num_outcomes,
-            jacobi_passes=self.jacobi_passes,
-            context_refreshes=self.context_refreshes,
-            selection=self.selection,
-            fallback_passes=self.fallback_passes,
-            fallback_refreshes=self.fallback_refreshes,
-        )
+        options = {f.name: getattr(self, f.name) for f in fields(RoundConfig) if f.name != "num_draft_tokens"}
+        return RoundConfig(num_draft_tokens, **options)
 
     @property
     def round_config(self) -> RoundConfig:
