@@ -91,17 +91,19 @@ def simulate_verification(
     return Simulation(hidden, predicted)
 
 
-def draft_pass(nets: Networks, blocks: Tensor, anchor: Tensor, fixed: Tensor, context: Context, mask: Tensor) -> Tensor:
+def draft_pass(
+    nets: Networks, blocks: Tensor, positions: Tensor, fixed: Tensor, context: Context, mask: Tensor
+) -> Tensor:
     """One forward of the draft model over a batch of blocks (Eqs. 1 and 8): every token after the last fixed one anew.
 
     Args:
         blocks: [rows, blocks, T] int64, anchor first.
-        anchor: [rows, blocks] int64, absolute position of each anchor.
+        positions: [rows, blocks * T] int64, absolute.
         fixed: [rows, blocks] int64, last fixed position.
     """
     rows, count, size = blocks.shape
     position = torch.arange(size, device=blocks.device)
-    rope = nets.target.rotary((anchor.unsqueeze(-1) + position).flatten(1))
+    rope = nets.target.rotary(positions)
     hidden = nets.draft_model(nets.target.embed(blocks.flatten(1)), rope, per_layer(context.draft_model), mask)
     drafted = nets.likeliest(hidden).view(rows, count, size)
     return torch.where(position > fixed.unsqueeze(-1), drafted, blocks)
@@ -140,7 +142,7 @@ def draft_refined(
     positions = (anchor.unsqueeze(-1) + masks.position[: blocks.shape[2]]).flatten(1)
     fixed = torch.zeros_like(anchor)
     whole = torch.cat([*before, masks.own(fixed)], dim=-1)
-    blocks = draft_pass(nets, blocks, anchor, fixed, context, whole)
+    blocks = draft_pass(nets, blocks, positions, fixed, context, whole)
 
     reads, seen = context, before
     for iteration in range(1, passes + 1):
@@ -150,7 +152,7 @@ def draft_refined(
             blocks, fixed = replace_anchor(blocks, likeliest, fixed)
             reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
         mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
-        blocks = draft_pass(nets, blocks, anchor, fixed, reads, mask)
+        blocks = draft_pass(nets, blocks, positions, fixed, reads, mask)
     return blocks
 
 
