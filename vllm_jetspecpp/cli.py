@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_jetspecpp import __version__
 
@@ -120,32 +121,56 @@ def add_regenerate(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
+def layer_counts(text: str) -> tuple[int, ...]:
+    """``2,3,1`` → (2, 3, 1), for argparse."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"expected numbers above 0 with commas between them, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """An option for every field of a dataclass whose fields carry their help text."""
+    for f in fields(config):
+        about: dict[str, Any] = dict(f.metadata)
+        text = about.pop("help")
+        if f.default is False:
+            about["action"] = "store_true"
+        else:
+            about.setdefault("type", type(f.default))
+            text += "" if f.default is None else " (default: %(default)s)"
+        parser.add_argument(f"--{f.name.replace('_', '-')}", default=f.default, help=text, **about)
+
+
 def add_train(subcommands: Subcommands) -> None:
     """``jetspecpp train``: the recipe's steps over one work folder."""
+    from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig
+
     parser = subcommands.add_parser("train", help="train a draft model and an adapter on the target's answers")
     steps = parser.add_subparsers(required=True, metavar="step")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("target", help="folder or hub name of the target")
     common.add_argument("work", type=Path, help="folder for states, weights and records")
-    for name, default, text in (
-        ("block-size", 8, "longest block, anchor included"),
-        ("num-draft-layers", 3, "layers of the draft model"),
-        ("num-taps", 5, "tapped target layers"),
-        ("layers-per-module", 1, "layers of each adapter module"),
-        ("draft-vocab-size", 8192, "tokens that can be drafted, 0 for all"),
+    for name, kind, default, text in (
+        ("block-size", int, 16, "longest block, anchor included"),
+        ("num-draft-layers", int, 3, "layers of the draft model"),
+        ("num-taps", int, 5, "tapped target layers"),
+        ("layers-per-module", layer_counts, "1", "layers of the adapter's modules, one number or one for each"),
+        ("draft-vocab-size", int, 8192, "tokens that can be drafted, 0 for all"),
     ):
-        common.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+        common.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
 
     states = steps.add_parser("states", parents=[common], help="step 1: the target's states over its answers")
     states.add_argument("answers", type=Path, help="what `jetspecpp regenerate` wrote")
     states.add_argument("--limit", type=int, default=None, help="use the first so many answers")
-    for part in ("draft", "adapter"):
+    states.add_argument("--max-length", type=int, default=640, help="longer sequences are cut (default: %(default)s)")
+    states.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="every n-th batch from the i-th on")
+    states.add_argument("--tokens-only", action="store_true", help="for training with --live-states: no states on disk")
+    for part, config in (("draft", DraftConfig), ("adapter", AdapterConfig)):
         step = steps.add_parser(part, parents=[common], help=f"step 2: the {part}; both can run at once")
-        step.add_argument("--minutes", type=float, default=30.0, help="processor time (default: %(default)s)")
-        step.add_argument("--learning-rate", type=float, default=6e-4, help="default: %(default)s")
-        step.add_argument("--go-on", action="store_true", help="start from the weights in WORK")
-        step.add_argument("--seed", type=int, default=0, help="of blocks and noise (default: %(default)s)")
-        step.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+        add_options(step, config)
+        step.add_argument("--threads", type=int, default=1, help="processor cores (default: %(default)s)")
+        step.set_defaults(config=config)
     pack = steps.add_parser("pack", parents=[common], help="step 3: join both into a checkpoint")
     pack.add_argument("out", type=Path, help="folder of the checkpoint")
     pack.add_argument("--target-name", default=None, help="the target's name in the manifest")
@@ -158,18 +183,18 @@ def run_train(args: argparse.Namespace) -> int:
     import torch
 
     from vllm_jetspecpp.training import recipe
-    from vllm_jetspecpp.training.loop import LoopConfig
 
-    names = ("block_size", "num_draft_layers", "num_taps", "layers_per_module", "draft_vocab_size")
-    sizes = recipe.Sizes(**{name: getattr(args, name) for name in names})
+    sizes = recipe.Sizes(**{f.name: getattr(args, f.name) for f in fields(recipe.Sizes)})
     if args.step == "states":
-        recipe.states(args.target, args.answers, args.work, sizes, args.limit)
+        recipe.begin(args.target, args.answers, args.work, sizes, args.limit, args.max_length)
+        if not args.tokens_only:
+            recipe.states(args.target, args.work, sizes, args.shard)
     elif args.step == "pack":
         recipe.pack(args.target, args.target_name or Path(args.target).name, args.work, args.out, sizes)
     else:
         torch.set_num_threads(args.threads)
-        loop = LoopConfig(minutes=args.minutes, learning_rate=args.learning_rate)
-        recipe.train_part(args.step, args.target, args.work, sizes, loop, args.go_on, args.seed)
+        config = args.config(**{f.name: getattr(args, f.name) for f in fields(args.config)})
+        recipe.train_part(args.step, args.target, args.work, sizes, config)
     return 0
 
 

@@ -11,7 +11,8 @@ from typing import Any
 MAX_DRAFT_TOKENS = 63
 MAX_OUTCOMES = 64
 MAX_PASSES = 16
-SELECTIONS = ("uncalibrated",)
+AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED = "auto", "calibrated", "conformal", "uncalibrated"
+SELECTIONS = (AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED)
 TRANSPORTS = ("shared_memory", "local")
 
 
@@ -69,8 +70,9 @@ class RoundConfig:
     """J, refinement passes after the initial draft (Eq. 8)."""
     context_refreshes: int = 1
     """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
-    selection: str = "uncalibrated"
-    """How outcomes are scored: ``uncalibrated`` is Eq. 6."""
+    selection: str = AUTO
+    """How outcomes are scored: ``calibrated`` by Eq. 12, ``conformal`` too but only above the threshold,
+    ``uncalibrated`` by Eq. 6, ``auto`` calibrated where the checkpoint is."""
     fallback_passes: int = 0
     """Refinement passes of the block after a miss; 0 is the paper's J_0. They are not hidden behind verification."""
     fallback_refreshes: int = 0

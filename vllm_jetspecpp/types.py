@@ -15,6 +15,15 @@ class Outcome(NamedTuple):
     """a: the token the target commits after them; the anchor of the next block."""
 
 
+class DraftBlock(NamedTuple):
+    """A block as the draft process keeps it between rounds."""
+
+    tokens: tuple[int, ...]
+    """γ draft tokens."""
+    confidence: tuple[float, ...]
+    """Log of the draft model's largest probability at each of them; scores of outcomes read it."""
+
+
 class Origin(IntEnum):
     """Where a draft block came from."""
 

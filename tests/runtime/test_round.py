@@ -22,7 +22,7 @@ def first_message(slot: int, tokens: list[int], states: torch.Tensor) -> Verifie
 
 
 def cached(engine: DraftEngine, slot: int) -> dict[Outcome, tuple[int, ...]]:
-    return engine.cache._slots[slot].blocks
+    return {outcome: block.tokens for outcome, block in engine.cache._slots[slot].blocks.items()}
 
 
 @pytest.mark.parametrize("shape", ROUNDS, ids=str)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +13,16 @@ from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe
-from vllm_jetspecpp.training.blocks import (
-    BlockBatch,
-    clean_prefix_lengths,
-    make_batch,
-    noise_tokens,
-)
-from vllm_jetspecpp.training.loop import LoopConfig
+from vllm_jetspecpp.training.blocks import BlockBatch, make_batch, noise_tokens
+from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig
 from vllm_jetspecpp.training.losses import forward_kl, masked_mean, state_loss
+from vllm_jetspecpp.training.prefix_schedule import clean_prefix_lengths
 from vllm_jetspecpp.training.regenerate import Sequence, _save, read_sequences
 from vllm_jetspecpp.training.setup import default_taps
 from vllm_jetspecpp.training.target_states import StateCache, open_cache
 from vllm_jetspecpp.training.train_adapter import source_layers
 
-SIZES = recipe.Sizes(block_size=4, num_draft_layers=1, num_taps=3, layers_per_module=1, draft_vocab_size=64)
+SIZES = recipe.Sizes(block_size=4, num_draft_layers=1, num_taps=3, layers_per_module=(1,), draft_vocab_size=64)
 
 
 def test_taps_are_the_papers() -> None:
@@ -82,7 +80,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sequences = [Sequence(torch.randint(0, 64, (n,), generator=generator, dtype=torch.int32), 4) for n in lengths]
     (folder / "answers").mkdir()
     _save(folder / "answers/shard-0of1-00000.safetensors", sequences)
-    recipe.states(str(target), folder / "answers", folder, SIZES, None)
+    recipe.begin(str(target), folder / "answers", folder, SIZES)
+    recipe.states(str(target), folder, SIZES)
     return folder
 
 
@@ -101,7 +100,8 @@ def test_blocks_equal_a_loop_over_anchors(work: Path) -> None:
     batch = batch_of(cache)
     mask, length = batch.mask(), batch.context.shape[1]
     for row, member in enumerate((0, 3, 7)):
-        tokens = cache.tokens[cache.offsets[member] : cache.offsets[member + 1]]
+        offset = int(cache.sequences.offsets[member])
+        tokens = cache.sequences.tokens[offset : int(cache.sequences.offsets[member + 1])]
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             assert 4 <= anchor < len(tokens) - 1
             for i in range(4):
@@ -109,7 +109,7 @@ def test_blocks_equal_a_loop_over_anchors(work: Path) -> None:
                 assert bool(batch.inside[row, a, i]) == inside
                 if inside:
                     assert batch.tokens[row, a, i] == tokens[anchor + i]
-                    assert torch.equal(batch.states[row, a, i], cache.states[cache.offsets[member] + anchor + i])
+                    assert torch.equal(batch.states[row, a, i], cache.states[offset + anchor + i])
                 seen = mask[row, a * 4 + i].nonzero().flatten().tolist()
                 assert seen == [*range(anchor), *(length + a * 4 + j for j in range(i + 1))]
 
@@ -122,17 +122,24 @@ def test_noise_comes_from_before_the_anchor(work: Path) -> None:
             assert set(noise[row, a].tolist()) <= set(batch.sequence[row, :anchor].tolist())
 
 
+OPTIONS: dict[str, Any] = {"held_out": 8, "anchors": 4, "validate_every": 10**6, "save_every": 10**6}
+CONFIGS = {
+    "draft": DraftConfig(steps=40, learning_rate=3e-3, **OPTIONS),
+    "adapter": AdapterConfig(steps=40, learning_rate=3e-3, **OPTIONS),
+}
+MEASURES = {"draft": "loss", "adapter": "kl"}
+
+
 def test_recipe_trains_and_packs(work: Path) -> None:
-    """Both parts learn something in a second, and what is packed is a checkpoint for this target."""
+    """Both parts learn something in seconds, go on, and what is packed is a checkpoint for this target."""
     target = str(work / "target")
-    for part, measure in (("draft", "loss"), ("adapter", "kl")):
+    for part, config in CONFIGS.items():
         # Random sequences have nothing to say of the next token: what can be learnt is the target's own mapping.
-        loop = LoopConfig(minutes=0.02, validate_every=10**6, held_out=8)
-        recipe.train_part(part, target, work, SIZES, loop)
-        recipe.train_part(part, target, work, SIZES, loop, go_on=True)
-        first, second = (run["record"] for run in recipe.read_runs(work, part))
-        assert first[-1][measure] < first[0][measure]
-        assert second[0][measure] == pytest.approx(first[-1][measure], rel=1e-3)
+        recipe.train_part(part, target, work, SIZES, config)
+        recipe.train_part(part, target, work, SIZES, replace(config, steps=60))
+        first, second, third = recipe.read_run(work, part)["record"]
+        assert (first["step"], second["step"], third["step"]) == (0, 40, 60)
+        assert third[MEASURES[part]] < second[MEASURES[part]] < first[MEASURES[part]]
     recipe.pack(target, "tiny", work, work / "checkpoint", SIZES)
     info = check_checkpoint(work / "checkpoint", load_target_config(Path(target)))
     assert (info.block_size, info.draft_vocab_size, info.num_draft_layers) == (4, 64, 1)

@@ -7,6 +7,7 @@ Everything here has fixed shapes and no data-dependent branch (invariant 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,7 @@ from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.context_refresh import replace_anchor
 from vllm_jetspecpp.foresight.masks import BranchMasks
 from vllm_jetspecpp.foresight.noise import noise_positions
-from vllm_jetspecpp.foresight.outcome_distribution import outcome_log_probs
-from vllm_jetspecpp.foresight.outcome_selection import SelectedOutcomes, select_outcomes
+from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector, SelectedOutcomes
 from vllm_jetspecpp.models.attention import KeysValues
 from vllm_jetspecpp.models.networks import Networks
 
@@ -55,13 +55,34 @@ class Simulation:
     context: Context  # the predicted states as context of what follows
 
 
+class Blocks(NamedTuple):
+    """A batch of blocks, anchors first."""
+
+    tokens: Tensor  # [rows, blocks, T] int64
+    confidence: Tensor  # [rows, blocks, T] float32, log of the draft model's largest probability at each position,
+    # in the last pass that drafted it; 0 at the anchor
+
+    def drafts(self) -> Blocks:
+        """Without the anchors: [rows, blocks, γ]."""
+        return Blocks(self.tokens[..., 1:], self.confidence[..., 1:])
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """How the verification of a block may end."""
+
+    log_probs: Tensor  # [rows, T, draft_vocab], log p̂(· | j): the decoder's word on the token after each position
+    context: Context  # the block's predicted states as context of what follows
+    outcomes: SelectedOutcomes
+
+
 @dataclass(frozen=True)
 class PreDrafts:
     """The outcome cache's new content."""
 
     outcomes: SelectedOutcomes
     bonus_tokens: Tensor  # [rows, B] int64, token ids
-    draft_tokens: Tensor  # [rows, B, γ] int64
+    drafts: Blocks  # [rows, B, γ]
 
 
 def per_layer(segments: list[Segments]) -> list[list[KeysValues]]:
@@ -92,54 +113,51 @@ def simulate_verification(
 
 
 def draft_pass(
-    nets: Networks, blocks: Tensor, positions: Tensor, fixed: Tensor, context: Context, mask: Tensor
-) -> Tensor:
+    nets: Networks, blocks: Blocks, positions: Tensor, fixed: Tensor, context: Context, mask: Tensor
+) -> Blocks:
     """One forward of the draft model over a batch of blocks (Eqs. 1 and 8): every token after the last fixed one anew.
 
     Args:
-        blocks: [rows, blocks, T] int64, anchor first.
         positions: [rows, blocks * T] int64, absolute.
         fixed: [rows, blocks] int64, last fixed position.
     """
-    rows, count, size = blocks.shape
-    position = torch.arange(size, device=blocks.device)
+    shape, device = blocks.tokens.shape, blocks.tokens.device
     rope = nets.target.rotary(positions)
-    hidden = nets.draft_model(nets.target.embed(blocks.flatten(1)), rope, per_layer(context.draft_model), mask)
-    drafted = nets.likeliest(hidden).view(rows, count, size)
-    return torch.where(position > fixed.unsqueeze(-1), drafted, blocks)
+    hidden = nets.draft_model(nets.target.embed(blocks.tokens.flatten(1)), rope, per_layer(context.draft_model), mask)
+    tokens, log_prob = nets.likeliest_with_log_prob(hidden)
+    free = torch.arange(shape[-1], device=device) > fixed.unsqueeze(-1)
+    return Blocks(
+        torch.where(free, tokens.view(shape), blocks.tokens), torch.where(free, log_prob.view(shape), blocks.confidence)
+    )
 
 
-def noised_blocks(prefix: Prefix, anchors: Tensor, anchor_positions: Tensor, num_draft_tokens: int) -> Tensor:
+def noised_blocks(prefix: Prefix, anchors: Tensor, anchor_positions: Tensor, num_draft_tokens: int) -> Blocks:
     """Blocks of an anchor token and γ noise tokens.
 
     Args:
         anchors: [rows, blocks] int64.
         anchor_positions: [rows, blocks] int64; noise comes from the positions before.
-
-    Returns:
-        [rows, blocks, γ + 1] int64.
     """
     source = noise_positions(anchor_positions, num_draft_tokens)
     noise = prefix.tokens.gather(1, source.flatten(1)).view(source.shape)
-    return torch.cat([anchors.unsqueeze(-1), noise], dim=-1)
+    tokens = torch.cat([anchors.unsqueeze(-1), noise], dim=-1)
+    return Blocks(tokens, torch.zeros(tokens.shape, device=tokens.device))
 
 
 def draft_refined(
-    nets: Networks, blocks: Tensor, anchor: Tensor, context: Context, before: list[Tensor], passes: int, refreshes: int
-) -> Tensor:
+    nets: Networks, blocks: Blocks, anchor: Tensor, context: Context, before: list[Tensor], passes: int, refreshes: int
+) -> Blocks:
     """Initial draft, then ``passes`` Jacobi passes (Eq. 8), a context refresh before each of the first ``refreshes``.
 
     Args:
-        blocks: [rows, blocks, T] int64, anchor and noise.
+        blocks: anchor and noise.
         anchor: [rows, blocks] int64, absolute positions.
         context: what stands before the blocks.
         before: mask pieces over ``context``, each [rows, blocks * T, keys].
-
-    Returns:
-        [rows, blocks, T] int64.
     """
-    masks = BranchMasks(blocks.shape[1], blocks.shape[2], blocks.device)
-    positions = (anchor.unsqueeze(-1) + masks.position[: blocks.shape[2]]).flatten(1)
+    _, count, size = blocks.tokens.shape
+    masks = BranchMasks(count, size, blocks.tokens.device)
+    positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
     fixed = torch.zeros_like(anchor)
     whole = torch.cat([*before, masks.own(fixed)], dim=-1)
     blocks = draft_pass(nets, blocks, positions, fixed, context, whole)
@@ -147,52 +165,66 @@ def draft_refined(
     reads, seen = context, before
     for iteration in range(1, passes + 1):
         if iteration <= refreshes:
-            refresh = simulate_verification(nets, blocks.flatten(1), positions, context, whole)
-            likeliest = nets.likeliest(refresh.hidden).view(blocks.shape)
-            blocks, fixed = replace_anchor(blocks, likeliest, fixed)
+            refresh = simulate_verification(nets, blocks.tokens.flatten(1), positions, context, whole)
+            likeliest = nets.likeliest(refresh.hidden).view(blocks.tokens.shape)
+            tokens, fixed = replace_anchor(blocks.tokens, likeliest, fixed)
+            blocks = blocks._replace(tokens=tokens)
             reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
         mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
         blocks = draft_pass(nets, blocks, positions, fixed, reads, mask)
     return blocks
 
 
-def draft_fallback(nets: Networks, config: RoundConfig, prefix: Prefix) -> Tensor:
-    """The block after a miss, or a request's first, from the verified context. → [rows, γ] int64.
+def draft_verified(nets: Networks, prefix: Prefix, num_draft_tokens: int, passes: int, refreshes: int) -> Blocks:
+    """A block from the verified context: after a miss, or a request's first. → drafts [rows, 1, γ].
 
     The paper drafts it in one pass (J_0); refining it too is an option of ours, paid for on the critical path.
     """
     anchor = prefix.anchor.unsqueeze(-1)
-    blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, config.num_draft_tokens)
-    before = [BranchMasks(1, config.block_size, blocks.device).prefix(prefix.mask)]
-    passes, refreshes = config.fallback_passes, config.fallback_refreshes
-    return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes)[:, 0, 1:]
+    blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, num_draft_tokens)
+    before = [BranchMasks(1, num_draft_tokens + 1, anchor.device).prefix(prefix.mask)]
+    return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes).drafts()
 
 
-def foresee(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor) -> tuple[Simulation, SelectedOutcomes]:
-    """Foresight: predict the states of the block under verification, score its outcomes, choose B (Eqs. 5 to 7).
+def foresee(nets: Networks, selector: OutcomeSelector, prefix: Prefix, block: Tensor, confidence: Tensor) -> Foresight:
+    """Predict the states of the block under verification, score its outcomes, choose B (Eqs. 5 to 7 and 12).
 
     Args:
         block: [rows, T] int64, anchor and draft tokens under verification.
+        confidence: [rows, γ], see :class:`Blocks`.
     """
-    masks = BranchMasks(1, config.block_size, block.device)
+    masks = BranchMasks(1, block.shape[1], block.device)
     start = torch.zeros_like(block[:, :1])
     mask = torch.cat([masks.prefix(prefix.mask), masks.own(start)], dim=-1)
-    foresight = simulate_verification(nets, block, prefix.anchor.unsqueeze(-1) + masks.position, prefix.context, mask)
-    log_probs = nets.target.logits(foresight.hidden).float().log_softmax(-1)
-    scores = outcome_log_probs(log_probs, nets.token_rows[block[:, 1:]])
-    return foresight, select_outcomes(scores, config.num_outcomes)
+    positions = prefix.anchor.unsqueeze(-1) + masks.position
+    simulation = simulate_verification(nets, block, positions, prefix.context, mask)
+    log_probs = nets.target.logits(simulation.hidden).float().log_softmax(-1)
+    return Foresight(log_probs, simulation.context, selector(log_probs, nets.token_rows[block[:, 1:]], confidence))
 
 
-def predraft(nets: Networks, config: RoundConfig, prefix: Prefix, block: Tensor) -> PreDrafts:
-    """The whole round while ``block`` [rows, T] is under verification."""
-    foresight, outcomes = foresee(nets, config, prefix, block)
+def draft_outcomes(
+    nets: Networks, config: RoundConfig, prefix: Prefix, foresight: Foresight, outcomes: SelectedOutcomes
+) -> Blocks:
+    """The next block for each of ``outcomes``, from predicted states; branches never see each other.
+
+    Returns:
+        Drafts [rows, outcomes, γ].
+    """
     anchor = prefix.anchor.unsqueeze(-1) + outcomes.num_accepted + 1
     bonus_tokens = nets.target.head_token_ids[outcomes.bonus]
     context = prefix.context.extended(foresight.context)
-    masks = BranchMasks(config.num_outcomes, config.block_size, block.device)
+    masks = BranchMasks(anchor.shape[1], config.block_size, anchor.device)
     before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
-
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
     passes, refreshes = config.jacobi_passes, config.context_refreshes
-    blocks = draft_refined(nets, blocks, anchor, context, before, passes, refreshes)
-    return PreDrafts(outcomes, bonus_tokens, blocks[..., 1:])
+    return draft_refined(nets, blocks, anchor, context, before, passes, refreshes).drafts()
+
+
+def predraft(
+    nets: Networks, config: RoundConfig, selector: OutcomeSelector, prefix: Prefix, block: Tensor, confidence: Tensor
+) -> PreDrafts:
+    """The whole round while ``block`` [rows, T] is under verification; ``confidence`` as in :func:`foresee`."""
+    foresight = foresee(nets, selector, prefix, block, confidence)
+    outcomes = foresight.outcomes
+    drafts = draft_outcomes(nets, config, prefix, foresight, outcomes)
+    return PreDrafts(outcomes, nets.target.head_token_ids[outcomes.bonus], drafts)

@@ -1,4 +1,4 @@
-"""Which outcomes to pre-draft: the B most probable ones (Eq. 7)."""
+"""Which outcomes to pre-draft: the B of highest score (Eq. 7), scored by Eq. 6 or by Eq. 12."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vllm_jetspecpp.config import AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED, RoundConfig
+from vllm_jetspecpp.foresight.calibrated_score import calibrated_log_scores
+from vllm_jetspecpp.foresight.outcome_distribution import outcome_log_probs
+from vllm_jetspecpp.models.calibration import Calibration
 
 
 class SelectedOutcomes(NamedTuple):
@@ -35,3 +40,43 @@ def select_outcomes(scores: Tensor, num_outcomes: int) -> SelectedOutcomes:
         a = torch.cat([a, a[:, -1:].expand(-1, missing)], dim=1)
         log_prob = F.pad(log_prob, (0, missing), value=float("-inf"))
     return SelectedOutcomes(k, a, log_prob)
+
+
+class OutcomeSelector:
+    """The rule a draft process selects by, fixed at its start.
+
+    Args:
+        config: ``selection`` and B. ``auto`` is ``calibrated`` where there is a calibration, else ``uncalibrated``.
+        calibration: the checkpoint's, if it has one.
+
+    Raises:
+        ValueError: the rule needs a calibration and there is none.
+    """
+
+    def __init__(self, config: RoundConfig, calibration: Calibration | None) -> None:
+        self.num_outcomes, self.calibration = config.num_outcomes, calibration
+        self.rule = config.selection
+        if self.rule == AUTO:
+            self.rule = CALIBRATED if calibration else UNCALIBRATED
+        if self.rule in (CALIBRATED, CONFORMAL) and calibration is None:
+            raise ValueError(
+                f"selection {self.rule!r} needs calibration/thresholds.json in the checkpoint: run `jetspecpp "
+                "calibrate`, or choose 'uncalibrated'"
+            )
+
+    def __call__(self, log_probs: Tensor, drafts: Tensor, confidence: Tensor) -> SelectedOutcomes:
+        """Choose B outcomes a row.
+
+        Args:
+            log_probs: [rows, γ + 1, vocab], log p̂(· | j).
+            drafts: [rows, γ] int64 as indices into vocab, -1 outside it.
+            confidence: [rows, γ], log of the draft model's largest probability at each position.
+        """
+        if self.rule == UNCALIBRATED or self.calibration is None:
+            return select_outcomes(outcome_log_probs(log_probs, drafts), self.num_outcomes)
+        scores, tokens = calibrated_log_scores(log_probs, drafts, confidence, self.calibration)
+        if self.rule == CONFORMAL:
+            scores = scores.masked_fill(scores < self.calibration.threshold, float("-inf"))
+        chosen = select_outcomes(scores, self.num_outcomes)
+        index = chosen.num_accepted * tokens.shape[-1] + chosen.bonus
+        return chosen._replace(bonus=tokens.flatten(1).gather(1, index))

@@ -35,11 +35,7 @@ class Adapter(nn.Module):
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer, in running order, from tapped states ``states`` [batch, length, num_taps * hidden]."""
         taps = states.chunk(len(self.stacks), dim=-1)
-        return [
-            layer.context_keys_values(tap, rope)
-            for stack, tap in zip(self, taps, strict=True)
-            for layer in stack
-        ]
+        return [layer.context_keys_values(tap, rope) for stack, tap in zip(self, taps, strict=True) for layer in stack]
 
     def forward(self, embeddings: Tensor, rope: Rope, context: list[list[KeysValues]], mask: Tensor) -> Tensor:
         """Predict the tapped states of a block.

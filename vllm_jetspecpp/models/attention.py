@@ -93,3 +93,9 @@ def causal_blocks(num_blocks: int, block_size: int, device: torch.device) -> Ten
     """Who sees whom among blocks that stand side by side: [num_blocks * block_size]² bool, causal inside a block."""
     inside = torch.ones(block_size, block_size, dtype=torch.bool, device=device).tril()
     return torch.block_diag(*[inside] * num_blocks).bool()
+
+
+def whole_blocks(num_blocks: int, block_size: int, device: torch.device) -> Tensor:
+    """As :func:`causal_blocks`, but every position of a block sees the whole block."""
+    inside = torch.ones(block_size, block_size, dtype=torch.bool, device=device)
+    return torch.block_diag(*[inside] * num_blocks).bool()

@@ -5,8 +5,9 @@
     config.json                   draft model, DFlash / JetSpec format, with a ``jetspecpp`` section of ours
     model.safetensors             its weights
     adapter/config.json           tapped layers and layers per module
-    adapter/converter.safetensors modules A_ℓ: ``stacks.<module>.<layer>.…``
+    adapter/converter.safetensors modules A_ℓ: ``stacks.<module>.<layer>.…``, matrices perhaps in int8
     adapter/head.safetensors      ``token_ids`` [draft_vocab] int32: LM head rows of draft model and decoder
+    calibration/thresholds.json   optional: how outcomes are scored, for each γ it was fitted for
     manifest.json                 target, and sha256 and size of every other file
 """
 
@@ -26,10 +27,12 @@ from vllm_jetspecpp.config import nearest
 from vllm_jetspecpp.models.adapter import Adapter
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.target_layers import LayerConfig
+from vllm_jetspecpp.models.weight_files import load_weights, save_weights
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "adapter/converter.safetensors", "adapter/head.safetensors")
 CONFIG_FILES = ("config.json", "adapter/config.json")
+CALIBRATION_FILE = "calibration/thresholds.json"
 CAUSAL_KEYS = ("causal", "causal_head", "is_causal")
 DIMENSIONS = (
     "hidden_size",
@@ -61,7 +64,8 @@ class CheckpointInfo:
         return self.target_layer_ids[-1]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a checkpoint; ValueError names it where it is missing or broken."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -70,7 +74,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"checkpoint file {path} is not JSON: {error}") from None
 
 
-def _require(config: dict[str, Any], key: str, path: Path) -> Any:
+def require(config: dict[str, Any], key: str, path: Path) -> Any:
+    """``config[key]``; ValueError names the file and the nearest key where there is none."""
     if key not in config:
         raise ValueError(f"{path}: key {key!r} is missing{nearest(key, config)}; found: {', '.join(sorted(config))}")
     return config[key]
@@ -102,8 +107,8 @@ def check_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file is missing, or its size or hash differs; one line that names the file.
     """
-    manifest = _read_json(folder / "manifest.json")
-    files = _require(manifest, "files", folder / "manifest.json")
+    manifest = read_json(folder / "manifest.json")
+    files = require(manifest, "files", folder / "manifest.json")
     for name in (*CONFIG_FILES, *WEIGHT_FILES):
         if name not in files:
             raise ValueError(f"{folder / 'manifest.json'} does not list {name}; it lists: {', '.join(sorted(files))}")
@@ -132,22 +137,22 @@ def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
     check_manifest(folder)
     layer_config = LayerConfig.from_hf(target_config)
     path = folder / "config.json"
-    config, adapter = _read_json(path), _read_json(folder / "adapter/config.json")
+    config, adapter = read_json(path), read_json(folder / "adapter/config.json")
     if config.get("architectures") != ["DFlashDraftModel"]:
         raise ValueError(f"{path}: architectures must be ['DFlashDraftModel'], got {config.get('architectures')}")
     for key in DIMENSIONS:
         expected = layer_config.head_dim if key == "head_dim" else getattr(target_config, key)
-        if _require(config, key, path) != expected:
+        if require(config, key, path) != expected:
             raise ValueError(
                 f"{path}: {key} is {config[key]}, the target's is {expected}: this checkpoint is for another target"
             )
     num_layers = target_config.num_hidden_layers
-    if _require(config, "num_target_layers", path) != num_layers:
+    if require(config, "num_target_layers", path) != num_layers:
         raise ValueError(
             f"{path}: num_target_layers is {config['num_target_layers']}, the target has {num_layers} layers"
         )
-    section = _require(config, "dflash_config", path)
-    taps = _require(section, "target_layer_ids", path)
+    section = require(config, "dflash_config", path)
+    taps = require(section, "target_layer_ids", path)
     if not taps or taps != sorted(set(taps)) or not all(0 <= t < num_layers for t in taps):
         raise ValueError(f"{path}: target_layer_ids must rise strictly within 0..{num_layers - 1}, got {taps}")
     _check_causality(config, path)
@@ -155,7 +160,7 @@ def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
         raise ValueError(
             f"adapter/config.json taps layers {adapter.get('target_layer_ids')}, config.json {taps}: they must agree"
         )
-    layers_per_module = _require(adapter, "layers_per_module", folder / "adapter/config.json")
+    layers_per_module = require(adapter, "layers_per_module", folder / "adapter/config.json")
     if len(layers_per_module) != len(taps):
         raise ValueError(
             f"adapter/config.json: layers_per_module has {len(layers_per_module)} entries for {len(taps)} tapped layers"
@@ -166,11 +171,11 @@ def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
     return CheckpointInfo(
         folder=folder,
         target_layer_ids=tuple(taps),
-        block_size=_require(config, "block_size", path),
-        num_draft_layers=_require(config, "num_hidden_layers", path),
+        block_size=require(config, "block_size", path),
+        num_draft_layers=require(config, "num_hidden_layers", path),
         layers_per_module=tuple(layers_per_module),
         draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        max_position_embeddings=_require(config, "max_position_embeddings", path),
+        max_position_embeddings=require(config, "max_position_embeddings", path),
     )
 
 
@@ -202,9 +207,7 @@ def load_checkpoint(
     with torch.device("meta"):
         draft_model, adapter = build(layer_config, info)
     for module, name in ((draft_model, WEIGHT_FILES[0]), (adapter, WEIGHT_FILES[1])):
-        missing, unexpected = module.load_state_dict(load_file(info.folder / name), strict=False, assign=True)
-        if missing or unexpected:
-            raise ValueError(f"{info.folder / name}: missing tensors {missing}, unexpected tensors {unexpected}")
+        load_weights(module, info.folder / name)
         module.to(device, dtype).requires_grad_(False).eval()
     token_ids = load_file(info.folder / WEIGHT_FILES[2])["token_ids"].long()
     if token_ids.shape != (info.draft_vocab_size,):
@@ -219,19 +222,22 @@ def save_checkpoint(
     parts: DraftParts,
     *,
     dtype: torch.dtype,
+    adapter_dtype: torch.dtype | None = None,
     training: dict[str, Any],
     target_name: str,
 ) -> None:
     """Write a checkpoint to ``info.folder``: weights, configs and, last, the manifest.
 
     Args:
+        dtype: of the stored weights. The draft model's format has no int8.
+        adapter_dtype: of the adapter's, where it differs; int8 stores its matrices in eight bits.
         training: how the weights came to be; kept in the ``jetspecpp`` section of config.json.
         target_name: name of the target for people; the sizes in config.json are what is checked.
     """
     layer_config = LayerConfig.from_hf(target_config)
     (info.folder / "adapter").mkdir(parents=True, exist_ok=True)
-    for module, name in ((parts.draft_model, WEIGHT_FILES[0]), (parts.adapter, WEIGHT_FILES[1])):
-        save_file({k: v.detach().to(dtype).contiguous() for k, v in module.state_dict().items()}, info.folder / name)
+    save_weights(parts.draft_model, info.folder / WEIGHT_FILES[0], dtype)
+    save_weights(parts.adapter, info.folder / WEIGHT_FILES[1], adapter_dtype or dtype)
     save_file({"token_ids": parts.head_token_ids.int()}, info.folder / WEIGHT_FILES[2])
     taps = list(info.target_layer_ids)
     config = {
@@ -253,16 +259,18 @@ def save_checkpoint(
     }
     config |= {k: layer_config.head_dim if k == "head_dim" else getattr(target_config, k) for k in DIMENSIONS}
     adapter_config = {"target_layer_ids": taps, "layers_per_module": list(info.layers_per_module)}
-    _write_json(info.folder / "config.json", config)
-    _write_json(info.folder / "adapter/config.json", adapter_config)
+    write_json(info.folder / "config.json", config)
+    write_json(info.folder / "adapter/config.json", adapter_config)
     write_manifest(info.folder, target_name)
 
 
 def write_manifest(folder: Path, target_name: str) -> None:
     """Write ``manifest.json`` over the files that are there."""
-    files = {name: file_digest(folder / name) for name in (*CONFIG_FILES, *WEIGHT_FILES)}
-    _write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "target": target_name, "files": files})
+    names = [*CONFIG_FILES, *WEIGHT_FILES, *([CALIBRATION_FILE] if (folder / CALIBRATION_FILE).is_file() else [])]
+    files = {name: file_digest(folder / name) for name in names}
+    write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "target": target_name, "files": files})
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file for people: indented, keys sorted."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

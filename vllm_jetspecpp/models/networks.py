@@ -43,6 +43,12 @@ class Networks:
         # max, not argmax: on a CPU in bfloat16 it is five times as fast.
         return self.target.head_token_ids[self.target.logits(hidden).max(-1).indices]
 
+    def likeliest_with_log_prob(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`likeliest`, and the log of its probability, [...] float32."""
+        logits = self.target.logits(hidden)
+        best = logits.max(-1)
+        return self.target.head_token_ids[best.indices], best.values.float() - logits.float().logsumexp(-1)
+
 
 def load_networks(config: EngineConfig) -> tuple[Networks, CheckpointInfo]:
     """Load everything a draft process needs onto its device.

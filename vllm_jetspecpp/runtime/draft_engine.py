@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from vllm_jetspecpp.config import EngineConfig
-from vllm_jetspecpp.foresight.foresight import PreDrafts, draft_fallback, predraft
+from vllm_jetspecpp.foresight.foresight import Blocks, PreDrafts, Prefix, draft_verified, predraft
 from vllm_jetspecpp.foresight.outcome_cache import OutcomeCache
+from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector
+from vllm_jetspecpp.models.calibration import Calibration, load_calibration
 from vllm_jetspecpp.models.networks import Networks, load_networks
 from vllm_jetspecpp.runtime.request_states import RequestStates
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
-from vllm_jetspecpp.types import Origin, Outcome
+from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ class UnderVerification:
 
     slot: int
     anchor_position: int
-    tokens: tuple[int, ...]  # γ draft tokens, whole, even where fewer were handed out
+    block: DraftBlock  # whole, even where fewer tokens were handed out
 
 
 class DraftEngine:
@@ -40,17 +44,18 @@ class DraftEngine:
         if config.round.block_size > info.block_size:
             given, limit = config.round.num_draft_tokens, info.block_size - 1
             raise ValueError(f"num_speculative_tokens must be at most {limit} with this checkpoint, got {given}")
-        self._setup(config, nets)
+        self._setup(config, nets, load_calibration(info.folder, config.round.num_draft_tokens))
 
     @classmethod
-    def from_networks(cls, config: EngineConfig, nets: Networks) -> DraftEngine:
+    def from_networks(cls, config: EngineConfig, nets: Networks, calibration: Calibration | None = None) -> Self:
         """An engine over networks that are in memory already."""
         engine = cls.__new__(cls)
-        engine._setup(config, nets)
+        engine._setup(config, nets, calibration)
         return engine
 
-    def _setup(self, config: EngineConfig, nets: Networks) -> None:
+    def _setup(self, config: EngineConfig, nets: Networks, calibration: Calibration | None) -> None:
         self.config, self.nets = config, nets
+        self.selector = OutcomeSelector(config.round, calibration)
         self.states = RequestStates(nets, config.num_slots, config.max_model_len, config.round.block_size)
         self.cache = OutcomeCache()
         self._uncommitted: tuple[Verified, ...] = ()
@@ -77,7 +82,7 @@ class DraftEngine:
             blocks |= self._fallback(missed)
         self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
         drafts = [
-            Draft(r.slot, blocks[r.slot][: r.max_draft_tokens], origins[r.slot])
+            Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot])
             if r.slot in blocks
             else Draft(r.slot, (), Origin.NONE)
             for r in batch.requests
@@ -94,17 +99,24 @@ class DraftEngine:
         under, self._next = self._next, []
         slots = [u.slot for u in under]
         for u in under:
-            self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(u.tokens))
+            self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(u.block.tokens))
         prefix = self.states.prefix(slots, [u.anchor_position for u in under])
-        drafts = torch.tensor([u.tokens for u in under], device=self.states.device)
+        device = self.states.device
+        drafts = torch.tensor([u.block.tokens for u in under], device=device)
+        confidence = torch.tensor([u.block.confidence for u in under], device=device)
         anchors = prefix.tokens.gather(1, prefix.anchor.unsqueeze(-1))
-        self._store(under, predraft(self.nets, self.config.round, prefix, torch.cat([anchors, drafts], dim=1)))
+        self._foresee_and_draft(under, prefix, torch.cat([anchors, drafts], dim=1), confidence)
+
+    def _foresee_and_draft(
+        self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
+    ) -> None:
+        self._store(under, predraft(self.nets, self.config.round, self.selector, prefix, block, confidence))
 
     def _forget(self, slot: int) -> None:
         self.cache.forget(slot)
         self.states.forget(slot)
 
-    def _lookup(self, request: Verified) -> tuple[int, ...] | None:
+    def _lookup(self, request: Verified) -> DraftBlock | None:
         if request.num_accepted == NO_BLOCK:
             return None
         verified_anchor = request.anchor_position - request.num_accepted - 1
@@ -117,16 +129,23 @@ class DraftEngine:
             states = [r.states.to(self.states.device) for r in requests]
             self.states.commit([r.slot for r in requests], [r.state_start for r in requests], states)
 
-    def _fallback(self, missed: list[Verified]) -> dict[int, tuple[int, ...]]:
-        slots = [r.slot for r in missed]
+    def _fallback(self, missed: list[Verified]) -> dict[int, DraftBlock]:
+        slots, options = [r.slot for r in missed], self.config.round
         prefix = self.states.prefix(slots, [r.anchor_position for r in missed])
-        drafts = draft_fallback(self.nets, self.config.round, prefix)
-        return dict(zip(slots, map(tuple, drafts.tolist()), strict=True))
+        passes, refreshes = options.fallback_passes, options.fallback_refreshes
+        drafts = draft_verified(self.nets, prefix, options.num_draft_tokens, passes, refreshes)
+        return {slot: row[0] for slot, row in zip(slots, to_blocks(drafts), strict=True)}
 
     def _store(self, under: list[UnderVerification], made: PreDrafts) -> None:
         k, a = made.outcomes.num_accepted.tolist(), made.bonus_tokens.tolist()
-        possible, blocks = made.outcomes.log_prob.isfinite().tolist(), made.draft_tokens.tolist()
+        possible, blocks = made.outcomes.log_prob.isfinite().tolist(), to_blocks(made.drafts)
         for row, u in enumerate(under):
             entries = zip(k[row], a[row], blocks[row], possible[row], strict=True)
-            content = {Outcome(n, token): tuple(block) for n, token, block, real in entries if real}
+            content = {Outcome(n, token): block for n, token, block, real in entries if real}
             self.cache.store(u.slot, u.anchor_position, content)
+
+
+def to_blocks(drafts: Blocks) -> list[list[DraftBlock]]:
+    """Drafts [rows, blocks, γ] on the host, by row and block."""
+    rows = zip(drafts.tokens.tolist(), drafts.confidence.tolist(), strict=True)
+    return [[DraftBlock(tuple(t), tuple(c)) for t, c in zip(*row, strict=True)] for row in rows]

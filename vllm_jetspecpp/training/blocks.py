@@ -6,14 +6,14 @@ model sees A * T queries per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.models.attention import causal_blocks
-from vllm_jetspecpp.training.target_states import StateCache
+from vllm_jetspecpp.models.attention import causal_blocks, whole_blocks
+from vllm_jetspecpp.training.target_states import Sequences, StateSource
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,31 @@ class BlockBatch:
     @property
     def positions(self) -> Tensor:
         """[N, A, T] int64, absolute."""
-        return self.anchors[..., None] + torch.arange(self.tokens.shape[-1])
+        return self.anchors[..., None] + torch.arange(self.tokens.shape[-1], device=self.tokens.device)
 
     @property
     def context_positions(self) -> Tensor:
         """[N, L] int64."""
-        return torch.arange(self.context.shape[1]).expand(self.context.shape[0], -1)
+        return torch.arange(self.context.shape[1], device=self.context.device).expand(self.context.shape[0], -1)
 
     def context_mask(self) -> Tensor:
         """[N, A * T, L] bool: a block sees the states before its anchor."""
-        seen = torch.arange(self.context.shape[1]) < self.anchors[..., None]
+        seen = torch.arange(self.context.shape[1], device=self.context.device) < self.anchors[..., None]
         return seen.repeat_interleave(self.tokens.shape[-1], dim=1)
 
-    def mask(self) -> Tensor:
-        """[N, A * T, L + A * T] bool: context, then the blocks themselves, causal and each for itself."""
+    def mask(self, causal: bool = True) -> Tensor:
+        """[N, A * T, L + A * T] bool: context, then the blocks themselves, each for itself."""
         n, a, t = self.tokens.shape
-        blocks = causal_blocks(a, t, self.context.device).expand(n, -1, -1)
+        blocks = (causal_blocks if causal else whole_blocks)(a, t, self.context.device).expand(n, -1, -1)
         return torch.cat([self.context_mask(), blocks], dim=-1)
+
+    def with_blocks(self, tokens: Tensor, states: Tensor, final: Tensor) -> BlockBatch:
+        """The same anchors with other blocks and the target's states over those."""
+        return replace(self, tokens=tokens, states=states, final=final)
+
+    def to(self, device: torch.device) -> BlockBatch:
+        """The same batch on another device."""
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 def sample_anchors(low: Tensor, high: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -66,7 +74,7 @@ FIRST_ANCHOR = 24
 
 
 def make_batch(
-    cache: StateCache,
+    source: StateSource,
     members: list[int],
     num_anchors: int,
     block_size: int,
@@ -78,9 +86,10 @@ def make_batch(
     The target's states and distributions over prompts come for free with those over answers, and overfitting comes
     later with them.
     """
-    starts = cache.offsets[members]
-    lengths = cache.offsets[[m + 1 for m in members]] - starts
-    prompts = cache.prompt_lengths[members]
+    sequences = source.sequences
+    starts = sequences.offsets[members]
+    lengths = sequences.offsets[[m + 1 for m in members]] - starts
+    prompts = sequences.prompt_lengths[members]
     in_prompt = int(num_anchors * prompt_share)
     anchors = torch.cat(
         [
@@ -90,46 +99,58 @@ def make_batch(
         dim=1,
     )
     within = torch.minimum(anchors[..., None] + torch.arange(block_size), (lengths - 1)[:, None, None])
-    rows = starts[:, None, None] + within
-    columns = torch.minimum(torch.arange(int(lengths.max())), (lengths - 1)[:, None])
-    context_rows = starts[:, None] + columns
+    sequence = sequences.tokens[sequences.padded_rows(members)].long()
+    states, final = source.read(members)
+    row = torch.arange(len(members))[:, None, None]
     return BlockBatch(
-        context=cache.states[context_rows],
+        context=states,
         anchors=anchors,
         lengths=lengths,
-        tokens=cache.tokens[rows].long(),
-        states=cache.states[rows],
-        final=cache.final[rows],
-        sequence=cache.tokens[context_rows].long(),
+        tokens=sequence[row, within],
+        states=states[row, within],
+        final=final[row, within],
+        sequence=sequence,
     )
 
 
 def held_out_batches(
-    cache: StateCache, members: list[int], num_anchors: int, block_size: int, gen: torch.Generator
+    source: StateSource, members: list[int], num_anchors: int, block_size: int, gen: torch.Generator
 ) -> list[BlockBatch]:
     """Fixed batches of four sequences for validation, blocks in the answers."""
     groups = [members[i : i + 4] for i in range(0, len(members), 4)]
-    return [make_batch(cache, group, num_anchors, block_size, gen) for group in groups]
+    return [make_batch(source, group, num_anchors, block_size, gen) for group in groups]
 
 
-def batches(
-    cache: StateCache,
-    members: list[int],
-    num_sequences: int,
-    num_anchors: int,
-    block_size: int,
-    seed: int,
-    prompt_share: float,
-) -> Iterator[BlockBatch]:
-    """Endless batches; each epoch shuffles anew and groups sequences of like length."""
-    gen = torch.Generator().manual_seed(seed)
-    lengths = cache.offsets.diff()
-    while True:
-        order = torch.tensor(members)[torch.randperm(len(members), generator=gen)]
-        pools = [pool[lengths[pool].argsort()] for pool in order.split(16 * num_sequences)]
-        groups = [g for pool in pools for g in pool.split(num_sequences)]
-        for index in torch.randperm(len(groups), generator=gen).tolist():
-            yield make_batch(cache, groups[index].tolist(), num_anchors, block_size, gen, prompt_share)
+@dataclass(frozen=True)
+class Shuffle:
+    """Which sequences make up which batch: a function of the batch's number alone, so that a resumed run goes on alike.
+
+    Each epoch shuffles anew and groups sequences of like length.
+    """
+
+    sequences: Sequences
+    members: list[int]
+    batch: int
+    seed: int
+
+    def __call__(self, number: int) -> list[int]:
+        """Members of batch ``number`` (0, 1, ...; epochs follow each other without end)."""
+        per_epoch = -(-len(self.members) // self.batch)
+        epoch, index = divmod(number, per_epoch)
+        return self._epoch(epoch)[index]
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        gen = torch.Generator().manual_seed(derive_seed(self.seed, epoch, -1))
+        order = torch.tensor(self.members)[torch.randperm(len(self.members), generator=gen)]
+        lengths = self.sequences.offsets.diff()
+        pools = [pool[lengths[pool].argsort(stable=True)] for pool in order.split(16 * self.batch)]
+        groups = [group.tolist() for pool in pools for group in pool.split(self.batch)]
+        return [groups[i] for i in torch.randperm(len(groups), generator=gen).tolist()]
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed for ``parts``: equal parts, equal seed; unlike ones as good as never."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
 
 def noise_tokens(batch: BlockBatch, gen: torch.Generator) -> Tensor:
@@ -137,12 +158,3 @@ def noise_tokens(batch: BlockBatch, gen: torch.Generator) -> Tensor:
     n, a, t = batch.tokens.shape
     positions = (torch.rand(n, a, t, generator=gen) * batch.anchors[..., None]).long()
     return batch.sequence.gather(1, positions.flatten(1)).view(n, a, t)
-
-
-def clean_prefix_lengths(shape: torch.Size, block_size: int, zero_share: float, gen: torch.Generator) -> Tensor:
-    """m of Eq. 9 for every block, [N, A] int64: 0 with probability ``zero_share``, else uniform over 1..γ-1.
-
-    Our choice; the paper's schedule is not public. m = 0 must stay frequent: J_0 and every fallback start there.
-    """
-    m = torch.randint(1, max(block_size - 1, 2), shape, generator=gen)
-    return m.masked_fill(torch.rand(shape, generator=gen) < zero_share, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,26 @@ def forward_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     log_p = F.log_softmax(target_logits.float(), dim=-1)
     log_q = F.log_softmax(draft_logits.float(), dim=-1)
     return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+
+def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """D(q ‖ p) per row; arguments as in :func:`forward_kl`."""
+    return forward_kl(draft_logits, target_logits)
+
+
+def cross_entropy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """-log q of the target's likeliest token per row; arguments as in :func:`forward_kl`."""
+    rows, vocab = draft_logits.shape[:-1], draft_logits.shape[-1]
+    best = target_logits.argmax(-1).flatten()
+    return F.cross_entropy(draft_logits.float().view(-1, vocab), best, reduction="none").view(rows)
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "cross_entropy": cross_entropy,
+}
+"""D of Eq. 9 by name."""
 
 
 def state_loss(predicted: Tensor, true: Tensor, scale: Tensor) -> Tensor:

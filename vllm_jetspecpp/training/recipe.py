@@ -1,92 +1,168 @@
-"""The plain recipe, step by step: states, draft model and adapter (side by side on two cores), checkpoint."""
+"""The recipe, step by step: states, draft model and adapter (side by side where there is room), checkpoint.
+
+A work folder holds ``states/``, ``token_ids.safetensors``, and for each part ``<part>/`` (state of its run, events for
+TensorBoard) and, once it is trained, ``<part>.safetensors`` and ``<part>.json``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
-from vllm_jetspecpp.training.loop import LoopConfig
+from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
+from vllm_jetspecpp.training.regenerate import read_sequences
 from vllm_jetspecpp.training.setup import Setup, default_taps, prepare, shortlist
-from vllm_jetspecpp.training.target_states import StateCache, compute_states, open_cache
-from vllm_jetspecpp.training.train_adapter import train_adapter
-from vllm_jetspecpp.training.train_draft import train_draft
+from vllm_jetspecpp.training.target_states import (
+    LiveStates,
+    Sequences,
+    StateSource,
+    TargetStates,
+    compute_states,
+    open_cache,
+    open_sequences,
+    prepare_cache,
+)
+from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
+from vllm_jetspecpp.training.train_draft import DraftObjective
+from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
 
-Record = list[dict[str, float]]
 SHORTLIST = "token_ids.safetensors"
-Trainer = Callable[[StateCache, Setup, LoopConfig, dict[str, Tensor] | None, int], tuple[nn.Module, Record]]
-TRAINERS: dict[str, Trainer] = {"draft": train_draft, "adapter": train_adapter}
+PARTS = ("draft", "adapter")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of the networks to train."""
 
-    block_size: int = 8
+    block_size: int = 16
     num_draft_layers: int = 3
     num_taps: int = 5
-    layers_per_module: int = 1
+    layers_per_module: tuple[int, ...] = (1,)
+    """One number for every module, or one each."""
     draft_vocab_size: int = 8192
 
     def info(self, target: str, folder: Path) -> CheckpointInfo:
-        """What the finished checkpoint will say of itself."""
+        """What the finished checkpoint will say of itself.
+
+        Raises:
+            ValueError: ``layers_per_module`` does not fit the tapped layers.
+        """
         hf_config = load_target_config(resolve_folder(target))
         taps = default_taps(hf_config.num_hidden_layers, self.num_taps)
+        layers = self.layers_per_module * len(taps) if len(self.layers_per_module) == 1 else self.layers_per_module
+        if len(layers) != len(taps):
+            raise ValueError(f"layers_per_module must name 1 or {len(taps)} numbers (taps {taps}), got {list(layers)}")
         return CheckpointInfo(
             folder=folder,
             target_layer_ids=tuple(taps),
             block_size=self.block_size,
             num_draft_layers=self.num_draft_layers,
-            layers_per_module=(self.layers_per_module,) * len(taps),
+            layers_per_module=tuple(layers),
             draft_vocab_size=self.draft_vocab_size or hf_config.vocab_size,
             max_position_embeddings=hf_config.max_position_embeddings,
         )
 
 
-def states(target: str, answers: Path, work: Path, sizes: Sizes, limit: int | None) -> None:
-    """Step 1: the target's states over its answers, and the shortlist of the vocabulary that both parts will use."""
-    info = sizes.info(target, work)
-    compute_states(target, answers, work / "states", list(info.target_layer_ids), limit)
-    vocab_size = load_target_config(resolve_folder(target)).vocab_size
-    token_ids = shortlist(open_cache(work / "states"), sizes.draft_vocab_size, vocab_size)
-    save_file({"token_ids": token_ids}, work / SHORTLIST)
-
-
-def train_part(
-    part: str, target: str, work: Path, sizes: Sizes, loop: LoopConfig, go_on: bool = False, seed: int = 0
+def begin(
+    target: str, answers: Path, work: Path, sizes: Sizes, limit: int | None = None, max_length: int = 640
 ) -> None:
-    """Step 2: train ``draft`` or ``adapter``; weights and record land in ``work``.
+    """Step 1a: lay the answers down, and the shortlist of the vocabulary that both parts will use.
 
     Args:
-        go_on: start from the weights an earlier run left in ``work`` and append to its record; the optimiser and the
-            learning rate's schedule start anew.
+        limit: use the first so many answers.
+        max_length: longer sequences are cut.
     """
-    cache = open_cache(work / "states")
+    sequences = Sequences.join(read_sequences(answers, limit), max_length)
+    prepare_cache(sequences, work / "states")
+    if not (work / SHORTLIST).is_file():
+        vocab_size = load_target_config(resolve_folder(target)).vocab_size
+        save_file({"token_ids": shortlist(sequences, sizes.draft_vocab_size, vocab_size)}, work / SHORTLIST)
+
+
+def states(target: str, work: Path, sizes: Sizes, shard: tuple[int, int] = (0, 1), device: str = "cpu") -> None:
+    """Step 1b: the target's states over the answers; several processes may share the work."""
+    compute_states(target, work / "states", list(sizes.info(target, work).target_layer_ids), shard=shard, device=device)
+
+
+def train_part(part: str, target: str, work: Path, sizes: Sizes, config: TrainConfig) -> None:
+    """Step 2: train ``draft`` or ``adapter``, or go on with it; weights and record land in ``work`` when it is done."""
+    accelerator = make_accelerator(config, work / part)
+    sequences = open_sequences(work / "states")
     info = sizes.info(target, work)
-    token_ids = load_file(work / SHORTLIST)["token_ids"]
-    earlier = read_runs(work, part) if go_on else []
-    initial = load_file(work / f"{part}.safetensors") if go_on else None
-    start = time.time()
-    setup = prepare(target, cache, info, token_ids, loop.held_out)
-    model, record = TRAINERS[part](cache, setup, loop, initial, seed)
-    save_file(model.state_dict(), work / f"{part}.safetensors")
-    run = {"loop": asdict(loop), "rows": len(cache.tokens), "sequences": cache.num_sequences, "seed": seed}
-    run |= {"wall_minutes": round((time.time() - start) / 60, 1), "record": record}
-    (work / f"{part}.json").write_text(json.dumps([*earlier, run], indent=2))
+    token_ids = load_file(work / SHORTLIST)["token_ids"].long()
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    setup = prepare(target, sequences, info, token_ids, config.held_out, accelerator.device, dtype)
+    source = _source(target, work, setup, config)
+    objective = _objective(part, target, work, setup, source, config)
+    trainer = Trainer(objective, setup, source, config, work / part, accelerator)
+    record = trainer.train()
+    weights = accelerator.get_state_dict(trainer.wrapped)
+    if accelerator.is_main_process:
+        own = {name.removeprefix("model."): value.contiguous() for name, value in weights.items()}
+        save_file(own, work / f"{part}.safetensors")
+        run = {
+            "config": asdict(config),
+            "sizes": asdict(sizes),
+            "rows": len(sequences.tokens),
+            "sequences": len(sequences),
+            "processes": accelerator.num_processes,
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "date": time.strftime("%Y-%m-%d"),
+            "step": trainer.progress.step,
+            "record": record,
+        }
+        (work / f"{part}.json").write_text(json.dumps(run, indent=2))
+    accelerator.end_training()
 
 
-def read_runs(work: Path, part: str) -> list[dict[str, Any]]:
-    """Every run that trained a part: its settings, and under ``record`` its validations."""
+def _source(target: str, work: Path, setup: Setup, config: TrainConfig) -> StateSource:
+    if not config.live_states:
+        return open_cache(work / "states")
+    taps = list(setup.info.target_layer_ids)
+    return LiveStates(open_sequences(work / "states"), TargetStates(target, taps, setup.dtype, setup.device))
+
+
+def _objective(part: str, target: str, work: Path, setup: Setup, source: StateSource, config: TrainConfig) -> Any:
+    if isinstance(config, DraftConfig):
+        return DraftObjective(setup, source, config)
+    assert isinstance(config, AdapterConfig)
+    drafter = None
+    if config.draft_share:
+        drafter = Drafter(
+            load_draft(work, setup, source),
+            TargetStates(target, list(setup.info.target_layer_ids), setup.dtype, setup.device),
+        )
+    return AdapterObjective(setup, source, config, drafter)
+
+
+def load_draft(work: Path, setup: Setup, source: StateSource) -> DraftObjective:
+    """The draft model that ``work`` holds, to draft with.
+
+    Raises:
+        FileNotFoundError: none is trained yet.
+    """
+    path = work / "draft.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: train the draft model before an adapter with draft_share")
+    draft = DraftObjective(setup, source, DraftConfig())
+    draft.model.load_state_dict(load_file(path))
+    return draft.requires_grad_(False).eval()
+
+
+def read_run(work: Path, part: str) -> dict[str, Any]:
+    """How a part was trained: its settings, and under ``record`` its validations."""
     return json.loads((work / f"{part}.json").read_text())
 
 
@@ -98,8 +174,14 @@ def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> 
     draft_model.load_state_dict(load_file(work / "draft.safetensors"))
     adapter.load_state_dict(load_file(work / "adapter.safetensors"))
     token_ids = load_file(work / SHORTLIST)["token_ids"].long()
-    training: dict[str, Any] = {"sizes": asdict(sizes)}
-    for part in ("draft", "adapter"):
-        training[part] = read_runs(work, part)
+    training: dict[str, Any] = {part: read_run(work, part) for part in PARTS}
     parts = DraftParts(draft_model, adapter, token_ids)
-    save_checkpoint(info, hf_config, parts, dtype=torch.bfloat16, training=training, target_name=target_name)
+    save_checkpoint(
+        info,
+        hf_config,
+        parts,
+        dtype=torch.bfloat16,
+        adapter_dtype=torch.int8,
+        training=training,
+        target_name=target_name,
+    )

@@ -8,6 +8,7 @@ A part is written as soon as its prompts are answered, and a second run goes on 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ def read_prompts(path: Path) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines]
 
 
-def read_sequences(folder: Path) -> Iterator[Sequence]:
-    """Every sequence below ``folder``, in the order of the file names.
+def read_sequences(folder: Path, limit: int | None = None) -> Iterator[Sequence]:
+    """Every sequence below ``folder``, or the first ``limit``, in the order of the file names.
 
     Raises:
         FileNotFoundError: the folder holds no shard.
@@ -42,11 +43,14 @@ def read_sequences(folder: Path) -> Iterator[Sequence]:
     files = sorted(folder.glob("shard-*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no shard-*.safetensors; run `jetspecpp regenerate` first")
-    for file in files:
-        data = load_file(file)
-        tokens = data["tokens"].split(data["lengths"].tolist())
-        for ids, prompt_length in zip(tokens, data["prompt_lengths"].tolist(), strict=True):
-            yield Sequence(ids, prompt_length)
+    yield from itertools.islice((sequence for file in files for sequence in _load(file)), limit)
+
+
+def _load(file: Path) -> Iterator[Sequence]:
+    data = load_file(file)
+    tokens = data["tokens"].split(data["lengths"].tolist())
+    for ids, prompt_length in zip(tokens, data["prompt_lengths"].tolist(), strict=True):
+        yield Sequence(ids, prompt_length)
 
 
 def _save(path: Path, sequences: list[Sequence]) -> None:

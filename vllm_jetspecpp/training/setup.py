@@ -18,7 +18,7 @@ from vllm_jetspecpp.models.target_parts import (
     load_target_parts,
     resolve_folder,
 )
-from vllm_jetspecpp.training.target_states import StateCache
+from vllm_jetspecpp.training.target_states import Sequences
 
 
 def default_taps(num_layers: int, count: int = 5) -> list[int]:
@@ -27,7 +27,7 @@ def default_taps(num_layers: int, count: int = 5) -> list[int]:
     return sorted({1 + round(i * (last - 1) / (count - 1)) for i in range(count)})
 
 
-def shortlist(cache: StateCache, size: int, vocab_size: int) -> Tensor:
+def shortlist(sequences: Sequences, size: int, vocab_size: int) -> Tensor:
     """The ``size`` tokens most frequent in the answers, ascending, [size] int64; all of them when ``size`` is 0.
 
     A draft can only name these; the target is not restricted, so a token outside is a rejection, never an error.
@@ -35,8 +35,8 @@ def shortlist(cache: StateCache, size: int, vocab_size: int) -> Tensor:
     if not size:
         return torch.arange(vocab_size)
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for s in range(cache.num_sequences):
-        answer = cache.tokens[cache.offsets[s] + cache.prompt_lengths[s] : cache.offsets[s + 1]]
+    for s in range(len(sequences)):
+        answer = sequences.tokens[sequences.offsets[s] + sequences.prompt_lengths[s] : sequences.offsets[s + 1]]
         counts += torch.bincount(answer.long(), minlength=vocab_size)
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values
     print(f"shortlist of {size} tokens covers {counts[ids].sum() / counts.sum():.4f} of the answers", flush=True)
@@ -54,6 +54,9 @@ class Setup:
     info: CheckpointInfo
     train: list[int]
     held_out: list[int]
+    device: torch.device
+    dtype: torch.dtype
+    """Of the target's pieces."""
 
     def rope(self, positions: Tensor) -> Rope:
         """Rotary values of ``positions`` [N, ...], flattened to [N, length] and clamped to the table."""
@@ -61,24 +64,34 @@ class Setup:
         return rotary(positions.flatten(1).clamp(max=len(rotary.cos) - 1))
 
 
-def prepare(target: str, cache: StateCache, info: CheckpointInfo, head_token_ids: Tensor, held_out: int) -> Setup:
-    """Load the target's pieces and set ``held_out`` sequences aside (the last ones).
+def prepare(
+    target: str,
+    sequences: Sequences,
+    info: CheckpointInfo,
+    head_token_ids: Tensor,
+    held_out: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Setup:
+    """Load the target's pieces and set ``held_out`` sequences aside, the last ones.
 
     Raises:
         ValueError: no sequence would be left to train on.
     """
-    if cache.num_sequences <= held_out:
-        raise ValueError(f"{cache.num_sequences} sequences are too few: {held_out} are held out for validation")
+    count = len(sequences)
+    if count <= held_out:
+        raise ValueError(f"{count} sequences are too few: {held_out} are held out for validation")
     folder = resolve_folder(target)
     hf_config = load_target_config(folder)
-    longest = int(cache.offsets.diff().max()) + info.block_size
-    everything = list(range(cache.num_sequences))
+    longest = int(sequences.offsets.diff().max()) + info.block_size
     return Setup(
         hf_config=hf_config,
         layer_config=LayerConfig.from_hf(hf_config),
         weights=TargetWeights(folder),
-        parts=load_target_parts(folder, info.deepest_tap, head_token_ids, longest, torch.bfloat16),
+        parts=load_target_parts(folder, info.deepest_tap, head_token_ids, longest, dtype, device),
         info=info,
-        train=everything[:-held_out],
-        held_out=everything[-held_out:],
+        train=list(range(count - held_out)),
+        held_out=list(range(count - held_out, count)),
+        device=device,
+        dtype=dtype,
     )

@@ -1,17 +1,22 @@
-"""Train the causal parallel draft model (Eq. 9): clean prefix, noise suffix, forward KL to the target."""
+"""Train the parallel draft model (Eq. 9): clean prefix, noise suffix, a distance to the target's distribution."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
-from vllm_jetspecpp.training.blocks import BlockBatch, batches, clean_prefix_lengths, held_out_batches, noise_tokens
-from vllm_jetspecpp.training.loop import LoopConfig, train
-from vllm_jetspecpp.training.losses import forward_kl, masked_mean
+from vllm_jetspecpp.training.blocks import BlockBatch, held_out_batches, noise_tokens
+from vllm_jetspecpp.training.config import DraftConfig
+from vllm_jetspecpp.training.losses import DISTANCES, forward_kl, masked_mean
+from vllm_jetspecpp.training.prefix_schedule import clean_prefix_lengths
 from vllm_jetspecpp.training.setup import Setup
-from vllm_jetspecpp.training.target_states import StateCache
+from vllm_jetspecpp.training.target_states import StateSource
 
 
 def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int) -> None:
@@ -30,67 +35,106 @@ def initialise(model: DraftModel, weights: TargetWeights, num_target_layers: int
         model.hidden_norm.weight.copy_(next(iter(model.layers)).input_layernorm.weight)
 
 
-def draft_logits(model: DraftModel, setup: Setup, batch: BlockBatch, inputs: Tensor) -> Tensor:
-    """Logits of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, draft_vocab]."""
-    n, a, t = inputs.shape
-    context_rope = setup.rope(batch.context_positions)
-    context = model.context_keys_values(batch.context, context_rope)
-    embeddings = setup.parts.embed(inputs.flatten(1))
-    hidden = model(embeddings, setup.rope(batch.positions), [[kv] for kv in context], batch.mask())
-    return setup.parts.logits(hidden.view(n, a, t, -1)[:, :, 1:])
+class DraftBatch(NamedTuple):
+    """Blocks with what the draft model reads in them."""
+
+    blocks: BlockBatch
+    inputs: Tensor  # [N, A, T] int64
+    clean: Tensor  # [N, A, 1] int64, m of Eq. 9
 
 
-@torch.no_grad()
-def validate(model: DraftModel, setup: Setup, data: list[BlockBatch]) -> dict[str, float]:
-    """Acceptance length τ (bonus token included) of J_0 from true states, over greedy answers; two positions' top-1."""
-    gen = torch.Generator().manual_seed(1)
-    runs, hits, losses = [], [], []
-    for batch in data:
-        inputs = noise_tokens(batch, gen)
-        inputs[..., 0] = batch.tokens[..., 0]
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = draft_logits(model, setup, batch, inputs)
-            target = setup.parts.logits(batch.final[:, :, :-1])
-        losses.append(forward_kl(target, logits)[batch.inside[..., 1:]])
-        best = setup.parts.head_token_ids[logits.argmax(-1)]
-        right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]
-        runs.append(right.long().cumprod(-1).sum(-1).flatten())
-        hits.append(right.flatten(0, 1))
-    top1 = torch.cat(hits).float().mean(0)
-    tau, loss = 1 + torch.cat(runs).float().mean(), torch.cat(losses).mean()
-    return {"loss": loss.item(), "tau_J0": tau.item(), "top1_first": top1[0].item(), "top1_second": top1[1].item()}
+@dataclass
+class _Sums:
+    """Sums over validated blocks."""
+
+    loss: list[Tensor]
+    runs: list[Tensor]
+    first: list[Tensor]
 
 
-def train_draft(
-    cache: StateCache, setup: Setup, config: LoopConfig, initial: dict[str, Tensor] | None = None, seed: int = 0
-) -> tuple[DraftModel, list[dict[str, float]]]:
-    """Train a draft model of ``setup.info``'s sizes; returns it with its validation record.
+class DraftObjective(nn.Module):
+    """A draft model with Eq. 9's loss.
 
     Args:
-        initial: weights to go on from; by default copies of the target's layers.
+        setup: the frozen surroundings.
+        source: the training sequences and their states.
+        config: mode, distance, schedule and weights.
     """
-    torch.manual_seed(seed)
-    block_size = setup.info.block_size
-    model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
-    gen = torch.Generator().manual_seed(seed + 1)
-    held_out = held_out_batches(cache, setup.held_out, 16, block_size, gen)
-    initialise(model, setup.weights, setup.hf_config.num_hidden_layers)
-    if initial is not None:
-        model.load_state_dict(initial)
-    weights = config.position_decay ** torch.arange(block_size - 1)
 
-    def loss_of(batch: BlockBatch) -> tuple[Tensor, dict[str, float]]:
-        m = clean_prefix_lengths(batch.anchors.shape, block_size, config.zero_share, gen)[..., None]
-        position = torch.arange(block_size)
-        inputs = torch.where(position <= m, batch.tokens, noise_tokens(batch, gen))
+    def __init__(self, setup: Setup, source: StateSource, config: DraftConfig) -> None:
+        super().__init__()
+        torch.manual_seed(config.seed)
+        self.setup, self.config = setup, config
+        self.block_size = setup.info.block_size
+        self.model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
+        if config.initialise == "target":
+            initialise(self.model, setup.weights, setup.hf_config.num_hidden_layers)
+        elif config.initialise != "random":
+            self.model.load_state_dict(load_file(config.initialise))
+        self.model.to(setup.device)
+        gen = torch.Generator().manual_seed(config.seed + 1)
+        self._held_out = held_out_batches(source, setup.held_out, 16, self.block_size, gen)
+        self._weights = config.position_decay ** torch.arange(self.block_size - 1, device=setup.device)
+
+    def _unknown(self, batch: BlockBatch, gen: torch.Generator) -> Tensor:
+        """What stands at positions the draft model does not know: noise or the mask token. [N, A, T]."""
+        if self.config.masked:
+            return torch.full_like(batch.tokens, mask_token_id(self.setup.hf_config))
+        return noise_tokens(batch, gen)
+
+    def make(self, batch: BlockBatch, gen: torch.Generator) -> DraftBatch:
+        """Choose m and noise."""
+        if self.config.masked:
+            m = torch.zeros_like(batch.anchors)
+        else:
+            m = clean_prefix_lengths(batch.anchors.shape, self.block_size, self.config.zero_share, gen)
+        clean = m.unsqueeze(-1)
+        inputs = torch.where(torch.arange(self.block_size) <= clean, batch.tokens, self._unknown(batch, gen))
+        device = self.setup.device
+        return DraftBatch(batch.to(device), inputs.to(device), clean.to(device))
+
+    def logits(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
+        """Logits of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, draft_vocab]."""
+        n, a, t = inputs.shape
+        setup = self.setup
+        context = self.model.context_keys_values(batch.context.to(setup.dtype), setup.rope(batch.context_positions))
+        embeddings = setup.parts.embed(inputs.flatten(1))
+        mask = batch.mask(self.config.causal)
+        hidden = self.model(embeddings, setup.rope(batch.positions), [[kv] for kv in context], mask)
+        return setup.parts.logits(hidden.view(n, a, t, -1)[:, :, 1:])
+
+    def forward(self, made: DraftBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Eq. 9's loss."""
+        batch = made.blocks
         with torch.no_grad():
-            target = setup.parts.logits(batch.final[:, :, :-1])
-        kl = forward_kl(target, draft_logits(model, setup, batch, inputs))
+            target = self.setup.parts.logits(batch.final[:, :, :-1])
+        distance = DISTANCES[self.config.loss](target, self.logits(batch, made.inputs))
         # Positions up to m read their own answer at the input. Training on them teaches to copy the input, which is
         # no refinement: they get no weight (our choice; Eq. 9 sums over all positions).
-        counted = batch.inside[..., 1:] & (position[1:] > m)
-        loss = masked_mean(kl, counted * weights)
-        return loss, {"kl": loss.item()}
+        position = torch.arange(1, self.block_size, device=distance.device)
+        counted = batch.inside[..., 1:] & (position > made.clean)
+        return masked_mean(distance, counted * self._weights), {}
 
-    data = batches(cache, setup.train, 4, 24, block_size, seed, config.prompt_share)
-    return model, train(model, data, loss_of, lambda: validate(model, setup, held_out), config)
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """τ of J_0 from true states over greedy answers, bonus token included; top-1 of the first position; KL."""
+        gen, sums = torch.Generator().manual_seed(1), _Sums([], [], [])
+        for held_out in self._held_out:
+            inputs = self._unknown(held_out, gen)
+            inputs[..., 0] = held_out.tokens[..., 0]
+            batch = held_out.to(self.setup.device)
+            logits = self.logits(batch, inputs.to(self.setup.device))
+            target = self.setup.parts.logits(batch.final[:, :, :-1])
+            sums.loss.append(forward_kl(target, logits)[batch.inside[..., 1:]])
+            best = self.setup.parts.head_token_ids[logits.argmax(-1)]
+            right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]
+            sums.runs.append(right.long().cumprod(-1).sum(-1).flatten())
+            sums.first.append(right[..., 0].flatten())
+        loss, runs, first = (torch.cat(values).float().mean().item() for values in vars(sums).values())
+        return {"loss": loss, "tau_J0": 1 + runs, "top1_first": first}
+
+
+def mask_token_id(hf_config: object) -> int:
+    """Token that stands for an unknown one in mask-input drafts: the padding token, else the vocabulary's last."""
+    padding = getattr(hf_config, "pad_token_id", None)
+    return padding if padding is not None else getattr(hf_config, "vocab_size") - 1  # noqa: B009

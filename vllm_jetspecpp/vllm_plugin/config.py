@@ -13,6 +13,7 @@ from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
 
 from vllm_jetspecpp.config import (
+    AUTO,
     TRANSPORTS,
     EngineConfig,
     RoundConfig,
@@ -50,8 +51,8 @@ class JetSpecConfig(SpeculativeConfig):
     """J, refinement passes of each draft."""
     context_refreshes: int = 1
     """R ≤ J, context refreshes, one before each of the first R passes."""
-    selection: str = "uncalibrated"
-    """How outcomes are scored."""
+    selection: str = AUTO
+    """How outcomes are scored: ``calibrated``, ``conformal``, ``uncalibrated``, or what the checkpoint allows."""
     fallback_passes: int = 0
     """Refinement passes of the block after a miss, which the step waits for; 0 is the paper's J_0."""
     fallback_refreshes: int = 0

@@ -1,0 +1,57 @@
+"""A checkpoint's calibration: how the outcomes of a verification are scored (Eq. 12), fitted on held-out rounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_jetspecpp.config import check_keys
+from vllm_jetspecpp.models.checkpoint import CALIBRATION_FILE, read_json, require, write_json, write_manifest
+
+NUM_FEATURES = 6
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What ``jetspecpp calibrate`` fits for one γ."""
+
+    num_draft_tokens: int
+    """γ of the rounds it was fitted on."""
+    weights: tuple[float, ...]
+    """w, one for each feature, in the order of ``calibrated_score.features``."""
+    beta: float
+    """Temperature of the bonus distribution."""
+    threshold: float
+    """λ on the log score, split-conformal."""
+    coverage: float
+    """Share of rounds whose realised outcome is meant to score at least λ."""
+
+
+def save_calibration(folder: Path, fits: list[Calibration], provenance: dict[str, Any]) -> None:
+    """Write ``calibration/thresholds.json`` into a checkpoint, and its manifest anew."""
+    path = folder / CALIBRATION_FILE
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, {"fits": [asdict(fit) for fit in fits], **provenance})
+    write_manifest(folder, read_json(folder / "manifest.json")["target"])
+
+
+def load_calibration(folder: Path, num_draft_tokens: int) -> Calibration | None:
+    """The checkpoint's calibration for γ, or for the nearest γ it was fitted for; None where it has none.
+
+    Raises:
+        ValueError: the file is not what :func:`save_calibration` writes.
+    """
+    path = folder / CALIBRATION_FILE
+    if not path.is_file():
+        return None
+    fits = []
+    for entry in require(read_json(path), "fits", path):
+        check_keys(entry, [f.name for f in fields(Calibration)], str(path))
+        values = {f.name: require(entry, f.name, path) for f in fields(Calibration)}
+        fit = Calibration(**values | {"weights": tuple(values["weights"])})
+        if len(fit.weights) != NUM_FEATURES or not all(map(math.isfinite, (*fit.weights, fit.beta))) or fit.beta <= 0:
+            raise ValueError(f"{path}: a fit needs {NUM_FEATURES} finite weights and beta above 0, got {entry}")
+        fits.append(fit)
+    return min(fits, key=lambda fit: abs(fit.num_draft_tokens - num_draft_tokens), default=None)
