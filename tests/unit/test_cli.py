@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_jetspecpp import __version__, cli
+from vllm_jetspecpp.commands import training
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +36,7 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(("text", "expected"), [("0/1", (0, 1)), ("1/4", (1, 4))])
 def test_shard(text: str, expected: tuple[int, int]) -> None:
-    assert cli.shard(text) == expected
+    assert training.shard(text) == expected
 
 
 def test_a_missing_folder_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,26 +1,37 @@
-"""The plain trainer: losses, blocks, and the whole recipe on a tiny target."""
+"""Training: losses, blocks, schedules, states, and the whole recipe on a tiny target."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe
-from vllm_jetspecpp.training.blocks import BlockBatch, make_batch, noise_tokens
-from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig
-from vllm_jetspecpp.training.losses import forward_kl, masked_mean, state_loss
+from vllm_jetspecpp.training.blocks import BlockBatch, Shuffle, make_batch, noise_tokens
+from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
+from vllm_jetspecpp.training.losses import DISTANCES, masked_mean, state_loss
 from vllm_jetspecpp.training.prefix_schedule import clean_prefix_lengths
 from vllm_jetspecpp.training.regenerate import Sequence, _save, read_sequences
-from vllm_jetspecpp.training.setup import default_taps
-from vllm_jetspecpp.training.target_states import StateCache, open_cache
-from vllm_jetspecpp.training.train_adapter import source_layers
+from vllm_jetspecpp.training.setup import Setup, default_taps, prepare
+from vllm_jetspecpp.training.target_states import (
+    LiveStates,
+    StateCache,
+    TargetStates,
+    compute_states,
+    open_cache,
+    prepare_cache,
+)
+from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter, source_layers
+from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
+from vllm_jetspecpp.training.trainer import Progress, learning_rate_factor
 
 SIZES = recipe.Sizes(block_size=4, num_draft_layers=1, num_taps=3, layers_per_module=(1,), draft_vocab_size=64)
 
@@ -32,13 +43,23 @@ def test_taps_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
-def test_forward_kl_equals_float64(scale: float) -> None:
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_equal_float64(name: str, scale: float) -> None:
     """Saturated rows included: no NaN, and never below zero by more than rounding."""
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(6, 50, generator=generator, dtype=torch.float64) * scale for _ in "pq")
-    expected = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
-    torch.testing.assert_close(forward_kl(p.float(), q.float()).double(), expected, rtol=1e-4, atol=1e-4)
-    assert forward_kl(p.float(), p.float()).abs().max() < 1e-5
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
+    expected = {
+        "forward_kl": (log_p.exp() * (log_p - log_q)).sum(-1),
+        "reverse_kl": (log_q.exp() * (log_q - log_p)).sum(-1),
+        "cross_entropy": -log_q[torch.arange(6), p.argmax(-1)],
+    }[name]
+    distance = DISTANCES[name]
+    torch.testing.assert_close(distance(p.float(), q.float()).double(), expected, rtol=1e-4, atol=1e-4)
+    assert distance(p.float(), p.float() * 1.0).min() > -1e-5
+    q32 = q.float().requires_grad_()
+    distance(p.float(), q32).sum().backward()
+    assert q32.grad is not None and q32.grad.isfinite().all()
 
 
 def test_state_loss_is_zero_for_the_truth_and_counts_every_tap_alike() -> None:
@@ -91,6 +112,59 @@ def test_answers_are_read_back(work: Path) -> None:
         next(read_sequences(work))
 
 
+def test_live_states_are_the_cached_ones(work: Path) -> None:
+    """A tiny target in float32: bfloat16's rounding of the cache is all that differs."""
+    cache = open_cache(work / "states")
+    taps = list(SIZES.info(str(work / "target"), work).target_layer_ids)
+    live = LiveStates(cache.sequences, TargetStates(str(work / "target"), taps, torch.float32))
+    for cached, computed in zip(cache.read([3, 0, 7]), live.read([3, 0, 7]), strict=True):
+        rows = cache.sequences.offsets.diff()[[3, 0, 7]]
+        for row, count in enumerate(rows.tolist()):
+            error = (cached[row, :count].float() - computed[row, :count]).norm() / computed[row, :count].norm()
+            assert error < 0.05
+
+
+def test_states_are_shared_out_and_resumed(work: Path, tmp_path: Path) -> None:
+    """Two shards, one of them begun and stopped: the same cache; unfinished, it says so."""
+    sequences, target = open_cache(work / "states").sequences, str(work / "target")
+    taps = list(SIZES.info(target, work).target_layer_ids)
+    prepare_cache(sequences, tmp_path)
+    compute_states(target, tmp_path, taps, shard=(1, 2), batch=4)
+    with pytest.raises(FileNotFoundError, match="no finished states"):
+        open_cache(tmp_path)
+    (tmp_path / "done-0of2").write_text("2")  # as if two batches had been done before
+    compute_states(target, tmp_path, taps, shard=(0, 2), batch=4)
+    again, whole = open_cache(tmp_path), open_cache(work / "states")
+    lengths = sequences.offsets.diff()
+    missing = lengths.argsort(descending=True, stable=True)[[0, 1, 2, 3, 8, 9, 10, 11]].tolist()
+    for s in range(len(sequences)):
+        span = slice(int(sequences.offsets[s]), int(sequences.offsets[s + 1]))
+        if s in missing:
+            assert not again.states[span].any()
+        else:
+            torch.testing.assert_close(again.states[span], whole.states[span], rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match="begun with other answers"):
+        prepare_cache(replace(sequences, tokens=sequences.tokens + 1), tmp_path)
+
+
+def test_states_over_blocks_equal_a_forward_of_each(work: Path) -> None:
+    """One masked forward over sequence and drafted blocks against a plain forward of every block's own sequence."""
+    cache = open_cache(work / "states")
+    batch = batch_of(cache)
+    taps = list(SIZES.info(str(work / "target"), work).target_layer_ids)
+    target = TargetStates(str(work / "target"), taps, torch.float32)
+    drafts = torch.randint(0, 64, batch.tokens.shape, generator=torch.Generator().manual_seed(5))
+    drafts[..., 0] = batch.tokens[..., 0]
+    positions = batch.positions.flatten(1)
+    states, final = target.over_blocks(batch.sequence, drafts.flatten(1), positions, batch.mask())
+    for row in range(3):
+        for a, anchor in enumerate(batch.anchors[row].tolist()):
+            tokens = torch.cat([batch.sequence[row, :anchor], drafts[row, a]])[None]
+            expected = [x[0, anchor:] for x in target(tokens)]
+            torch.testing.assert_close(states[row].view(5, 4, -1)[a], expected[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(final[row].view(5, 4, -1)[a], expected[1], rtol=1e-4, atol=1e-4)
+
+
 def batch_of(cache: StateCache) -> BlockBatch:
     return make_batch(cache, [0, 3, 7], num_anchors=5, block_size=4, gen=torch.Generator().manual_seed(2))
 
@@ -112,6 +186,120 @@ def test_blocks_equal_a_loop_over_anchors(work: Path) -> None:
                     assert torch.equal(batch.states[row, a, i], cache.states[offset + anchor + i])
                 seen = mask[row, a * 4 + i].nonzero().flatten().tolist()
                 assert seen == [*range(anchor), *(length + a * 4 + j for j in range(i + 1))]
+                seen = batch.mask(causal=False)[row, a * 4 + i].nonzero().flatten().tolist()
+                assert seen == [*range(anchor), *(length + a * 4 + j for j in range(4))]
+
+
+def test_batches_are_a_function_of_their_number(work: Path) -> None:
+    """Every epoch holds every member once; the same number gives the same batch whenever it is asked for."""
+    sequences, members = open_cache(work / "states").sequences, list(range(3, 40))
+    shuffle = Shuffle(sequences, members, 4, seed=1)
+    epochs = [[shuffle(epoch * 10 + i) for i in range(10)] for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(m for batch in epoch for m in batch) == members
+    assert epochs[0] != epochs[1]
+    assert Shuffle(sequences, members, 4, seed=1)(13) == epochs[1][3]
+    assert Shuffle(sequences, members, 4, seed=2)(3) != epochs[0][3]
+
+
+def prepared(work: Path, config: TrainConfig) -> tuple[Setup, StateCache]:
+    """The frozen surroundings in float32."""
+    cache, target = open_cache(work / "states"), str(work / "target")
+    ids = load_file(work / recipe.SHORTLIST)["token_ids"].long()
+    cpu = torch.device("cpu")
+    return prepare(target, cache.sequences, SIZES.info(target, work), ids, 8, cpu, torch.float32), cache
+
+
+def steps_on_one_batch(objective: Any, cache: StateCache, count: int) -> list[float]:
+    """Losses of a few steps on the same blocks."""
+    gen = torch.Generator().manual_seed(3)
+    made = objective.make(make_batch(cache, [0, 3, 7], 5, 4, gen), gen)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss, _ = objective(made)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+DRAFT_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mode": "jetspec"},
+    {"mode": "dflash"},
+    {"loss": "reverse_kl"},
+    {"loss": "cross_entropy"},
+    {"initialise": "random"},
+]
+
+
+@pytest.mark.parametrize("options", DRAFT_OPTIONS, ids=str)
+def test_a_draft_step_lowers_the_loss(work: Path, options: dict[str, Any]) -> None:
+    config = DraftConfig(held_out=8, **options)
+    setup, cache = prepared(work, config)
+    objective = DraftObjective(setup, cache, config)
+    losses = steps_on_one_batch(objective, cache, 4)
+    assert all(b < a for a, b in itertools.pairwise(losses))
+    figures = objective.validate()
+    assert 1 <= figures["tau_J0"] <= 4 and figures["loss"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"decoder_kl": 0.0}, {"draft_share": 1.0}], ids=str)
+def test_an_adapter_step_lowers_the_loss(work: Path, options: dict[str, Any]) -> None:
+    config = AdapterConfig(held_out=8, **options)
+    setup, cache = prepared(work, config)
+    taps = list(setup.info.target_layer_ids)
+    drafter = Drafter(
+        DraftObjective(setup, cache, DraftConfig()), TargetStates(str(work / "target"), taps, setup.dtype)
+    )
+    objective = AdapterObjective(setup, cache, config, drafter if config.draft_share else None)
+    assert {name.split(".")[0] for name, _ in objective.named_parameters()} == {"model"}  # nobody else is trained
+    losses = steps_on_one_batch(objective, cache, 4)
+    assert all(b < a for a, b in itertools.pairwise(losses))
+
+
+def test_masked_modes_never_see_a_clean_prefix(work: Path) -> None:
+    """DFlash and JetSpec read the anchor and mask tokens; a DFlash position also sees the block's later ones."""
+    for mode in ("jetspec", "dflash", "jetspecpp"):
+        config = DraftConfig(held_out=8, mode=mode, zero_share=1.0)
+        setup, cache = prepared(work, config)
+        objective = DraftObjective(setup, cache, config)
+        made = objective.make(batch_of(cache), torch.Generator().manual_seed(0))
+        if mode != "jetspecpp":
+            assert (made.inputs[..., 1:] == mask_token_id(setup.hf_config)).all()
+        assert torch.equal(made.inputs[..., 0], made.blocks.tokens[..., 0])
+        changed = made.inputs.clone()
+        changed[..., 3] = (changed[..., 3] + 1) % 64
+        with torch.no_grad():
+            before, after = objective.logits(made.blocks, made.inputs), objective.logits(made.blocks, changed)
+        same = torch.isclose(before, after, atol=1e-5).all(-1)
+        assert same[..., 0].all() == (mode != "dflash")
+        assert not same[..., 2].any()
+
+
+def test_learning_rate_rises_stays_and_falls() -> None:
+    config = TrainConfig(steps=100, warmup_steps=10, decay_share=0.2)
+    factors = [learning_rate_factor(step, config) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == 1.0 and set(factors[10:80]) == {1.0}
+    assert factors[90] == pytest.approx(0.5) and factors[99] == pytest.approx(0.05)
+
+
+def test_a_climbing_loss_is_said_early() -> None:
+    progress = Progress()
+    assert [progress.see({"loss": value}) for value in [2.0] * 5 + [1.0] * 200][-1] is None
+    warnings = [w for value in [8.0] * 20 if (w := progress.see({"loss": value}))]
+    assert 1 <= len(warnings) < 10 and "--learning-rate" in warnings[0]
+
+
+def test_bad_training_options() -> None:
+    with pytest.raises(ValueError, match=r"mode must be one of .* \(did you mean 'dflash'\?\)"):
+        DraftConfig(mode="dflsh")
+    with pytest.raises(ValueError, match="zero_share must lie in"):
+        DraftConfig(zero_share=1.5)
+    with pytest.raises(ValueError, match="initialise must be 'target', 'random' or a file"):
+        AdapterConfig(initialise="nowhere.safetensors")
 
 
 def test_noise_comes_from_before_the_anchor(work: Path) -> None:
@@ -128,6 +316,11 @@ CONFIGS = {
     "adapter": AdapterConfig(steps=40, learning_rate=3e-3, **OPTIONS),
 }
 MEASURES = {"draft": "loss", "adapter": "kl"}
+
+
+def test_layers_per_module_must_fit_the_taps(work: Path) -> None:
+    with pytest.raises(ValueError, match=r"layers_per_module must name 1 or 3 numbers \(taps \[1, 3, 5\]\)"):
+        replace(SIZES, layers_per_module=(1, 2)).info(str(work / "target"), work)
 
 
 def test_recipe_trains_and_packs(work: Path) -> None:

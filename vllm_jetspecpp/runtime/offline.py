@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +85,13 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
     slot: int = 0,
+    on_round: Callable[[Outcome, Tensor], None] | None = None,
 ) -> Generation:
-    """Speculative decoding of one prompt; the loop a vLLM worker and a draft process run together."""
+    """Speculative decoding of one prompt; the loop a vLLM worker and a draft process run together.
+
+    Args:
+        on_round: called after each verification with its outcome and the target's logits [γ + 1, vocab].
+    """
     target.reset()
     result, sequence, step = Generation(), list(prompt), 0
     logits, states = target.forward(sequence)
@@ -108,6 +113,8 @@ def generate(
         sequence += committed
         target.rollback(start + outcome.num_accepted + 1)
         result.rounds.append((draft.origin, outcome))
+        if on_round is not None:
+            on_round(outcome, logits)
         step += 1
         news = Verified(
             slot,
@@ -119,3 +126,17 @@ def generate(
             num_verified=len(draft.tokens),
             wants_draft=True,
         )
+
+
+def generate_plainly(
+    target: OfflineTarget, prompt: list[int], *, max_tokens: int, eos_token_id: int | None = None
+) -> list[int]:
+    """The target's own greedy answer, token by token."""
+    target.reset()
+    tokens: list[int] = []
+    logits, _ = target.forward(prompt)
+    while True:
+        tokens.append(int(logits[-1].argmax()))
+        if len(tokens) >= max_tokens or tokens[-1] == eos_token_id:
+            return tokens
+        logits, _ = target.forward(tokens[-1:])

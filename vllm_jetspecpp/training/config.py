@@ -75,6 +75,9 @@ class DraftConfig(TrainConfig):
         super().__post_init__()
         check_choice("mode", self.mode, MODES)
         check_choice("loss", self.loss, LOSSES)
+        for name in ("zero_share", "position_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {getattr(self, name)}")
 
     @property
     def causal(self) -> bool:

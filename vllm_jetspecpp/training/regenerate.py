@@ -66,53 +66,108 @@ def _save(path: Path, sequences: list[Sequence]) -> None:
     partial.rename(path)
 
 
-def regenerate(
-    target: str,
-    prompts: Path,
-    out: Path,
-    *,
-    limit: int,
-    shard: tuple[int, int] = (0, 1),
-    max_tokens: int = 256,
-    temperature: float = 0.0,
-    part_size: int = 64,
-    seconds: float = float("inf"),
-) -> None:
-    """Answer ``prompts[:limit]``, every n-th from the i-th for ``shard = (i, n)``, until done or out of time.
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How prompts are answered."""
+
+    target: str
+    prompts: Path
+    out: Path
+    limit: int | None = None
+    """Only the first so many prompts."""
+    shard: tuple[int, int] = (0, 1)
+    """(i, n): every n-th prompt from the i-th on, for processes that know nothing of each other."""
+    max_tokens: int = 256
+    """Longest answer."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    part_size: int = 256
+    """Prompts answered together and written as one file; vLLM batches as many of them as its cache holds."""
+
+    def parts(self) -> list[list[str]]:
+        """Prompts of each file."""
+        index, count = self.shard
+        mine = read_prompts(self.prompts)[: self.limit][index::count]
+        return [mine[first : first + self.part_size] for first in range(0, len(mine), self.part_size)]
+
+    def path(self, part: int) -> Path:
+        """The file of a part."""
+        index, count = self.shard
+        return self.out / f"shard-{index}of{count}-{part:05d}.safetensors"
+
+
+class Answerer:
+    """A target in vLLM that answers parts; one in this process, or one in each of several Ray actors."""
+
+    def __init__(self, config: AnswerConfig) -> None:
+        from vllm import LLM, SamplingParams
+
+        self.config, self.parts = config, config.parts()
+        self._llm = LLM(
+            config.target,
+            max_model_len=config.max_prompt_tokens + config.max_tokens,
+            max_num_seqs=config.part_size,
+            enforce_eager=True,
+            seed=0,
+        )
+        self._params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=0)
+
+    def __call__(self, row: dict[str, int]) -> dict[str, int]:
+        """Answer part ``row["part"]`` and write its file; how many prompts and new tokens it holds."""
+        tokenizer = self._llm.get_tokenizer()
+        chats = [[{"role": "user", "content": text}] for text in self.parts[row["part"]]]
+        encoded = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
+        fitting = [{"prompt_token_ids": ids} for ids in encoded if len(ids) <= self.config.max_prompt_tokens]
+        results = self._llm.generate(fitting, self._params, use_tqdm=False)  # type: ignore[arg-type]
+        sequences = [
+            Sequence(torch.tensor([*ids, *r.outputs[0].token_ids], dtype=torch.int32), len(ids))
+            for r in results
+            if (ids := r.prompt_token_ids)
+        ]
+        _save(self.config.path(row["part"]), sequences)
+        return {"prompts": len(sequences), "tokens": sum(len(s.tokens) - s.prompt_length for s in sequences)}
+
+
+def regenerate(config: AnswerConfig, workers: int = 0, seconds: float = float("inf")) -> None:
+    """Answer every part that has no file yet; a second run goes on after the last finished part.
 
     Args:
-        max_tokens: longest answer, in tokens.
-        part_size: prompts answered together and written as one file.
-        seconds: no further part starts after this time.
+        workers: 0 answers in this process; else so many Ray actors share the parts through Ray Data, each with a GPU
+            where the cluster has some. ``out`` must then be a folder that all nodes see.
+        seconds: no further part starts after this time (in this process only).
     """
-    from vllm import LLM, SamplingParams
-
-    index, count = shard
-    mine = read_prompts(prompts)[:limit][index::count]
-    out.mkdir(parents=True, exist_ok=True)
-    llm = LLM(target, max_model_len=1024 + max_tokens, max_num_seqs=part_size, enforce_eager=True)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
-    start, answered, made = time.monotonic(), 0, 0
-    for part, first in enumerate(range(0, len(mine), part_size)):
-        path = out / f"shard-{index}of{count}-{part:05d}.safetensors"
-        if path.is_file():
-            continue
-        if time.monotonic() - start > seconds:
-            break
-        chats = [[{"role": "user", "content": text}] for text in mine[first : first + part_size]]
-        results = llm.chat(chats, params, use_tqdm=False)  # type: ignore[arg-type]
-        sequences = [
-            Sequence(
-                torch.tensor([*r.prompt_token_ids, *r.outputs[0].token_ids], dtype=torch.int32), len(r.prompt_token_ids)
-            )
-            for r in results
-            if r.prompt_token_ids
-        ]
-        _save(path, sequences)
-        answered += len(sequences)
-        made += sum(len(s.tokens) - s.prompt_length for s in sequences)
+    config.out.mkdir(parents=True, exist_ok=True)
+    todo = [{"part": part} for part in range(len(config.parts())) if not config.path(part).is_file()]
+    print(f"{len(todo)} of {len(config.parts())} parts to answer", flush=True)
+    if not todo:
+        return
+    start, prompts, made = time.monotonic(), 0, 0
+    for number, counts in enumerate(_answers(config, todo, workers), 1):
+        prompts, made = prompts + counts["prompts"], made + counts["tokens"]
         spent = time.monotonic() - start
-        left = min((len(mine) - first - part_size) * spent / answered, seconds - spent)
+        left = min((len(todo) - number) * spent / number, seconds - spent)
         print(
-            f"{answered} prompts, {made} tokens, {made / spent:.0f} tok/s, {max(left, 0) / 60:.1f} min left", flush=True
+            f"{prompts} prompts, {made} tokens, {made / spent:.0f} tok/s, {max(left, 0) / 60:.1f} min left", flush=True
         )
+        if spent > seconds:
+            break
+
+
+def _answers(config: AnswerConfig, todo: list[dict[str, int]], workers: int) -> Iterator[dict[str, int]]:
+    if not workers:
+        answerer = Answerer(config)
+        yield from map(answerer, todo)
+        return
+    import ray
+
+    ray.init(ignore_reinit_error=True, include_dashboard=False)
+    gpus = ray.cluster_resources().get("GPU", 0)
+    rows = ray.data.from_items(todo, override_num_blocks=len(todo)).map(
+        Answerer,
+        fn_constructor_args=(config,),
+        concurrency=workers,
+        **({"num_gpus": 1} if gpus else {"num_cpus": 1}),
+    )
+    yield from rows.iter_rows()

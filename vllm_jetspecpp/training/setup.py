@@ -63,6 +63,11 @@ class Setup:
         rotary = self.parts.rotary
         return rotary(positions.flatten(1).clamp(max=len(rotary.cos) - 1))
 
+    @torch.no_grad()
+    def target_logits(self, final: Tensor) -> Tensor:
+        """The target's logits over the shortened head from its final states [..., hidden]."""
+        return self.parts.logits(final.to(self.dtype))
+
 
 def prepare(
     target: str,

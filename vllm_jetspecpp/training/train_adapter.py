@@ -128,8 +128,7 @@ class AdapterObjective(nn.Module):
         if made.noise is not None:
             batch = self._with_drafts(batch, made.noise)
         states, logits = self.predict(batch)
-        with torch.no_grad():
-            target = self.setup.parts.logits(batch.final)
+        target = self.setup.target_logits(batch.final)
         state = masked_mean(state_loss(states, batch.states, self._scale), batch.inside)
         kl = masked_mean(forward_kl(target, logits), batch.inside)
         return state + self.config.decoder_kl * kl, {"state": state.detach(), "kl": kl.detach()}
@@ -155,7 +154,7 @@ class AdapterObjective(nn.Module):
         for held_out in self._held_out:
             batch = held_out.to(self.setup.device)
             _, logits = self.predict(batch)
-            target = self.setup.parts.logits(batch.final)
+            target = self.setup.target_logits(batch.final)
             agree.append((logits.argmax(-1) == target.argmax(-1))[batch.inside])
             kl.append(forward_kl(target, logits)[batch.inside])
         return {"top1": torch.cat(agree).float().mean().item(), "kl": torch.cat(kl).mean().item()}

@@ -106,8 +106,7 @@ class DraftObjective(nn.Module):
     def forward(self, made: DraftBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Eq. 9's loss."""
         batch = made.blocks
-        with torch.no_grad():
-            target = self.setup.parts.logits(batch.final[:, :, :-1])
+        target = self.setup.target_logits(batch.final[:, :, :-1])
         distance = DISTANCES[self.config.loss](target, self.logits(batch, made.inputs))
         # Positions up to m read their own answer at the input. Training on them teaches to copy the input, which is
         # no refinement: they get no weight (our choice; Eq. 9 sums over all positions).
@@ -124,7 +123,7 @@ class DraftObjective(nn.Module):
             inputs[..., 0] = held_out.tokens[..., 0]
             batch = held_out.to(self.setup.device)
             logits = self.logits(batch, inputs.to(self.setup.device))
-            target = self.setup.parts.logits(batch.final[:, :, :-1])
+            target = self.setup.target_logits(batch.final[:, :, :-1])
             sums.loss.append(forward_kl(target, logits)[batch.inside[..., 1:]])
             best = self.setup.parts.head_token_ids[logits.argmax(-1)]
             right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]

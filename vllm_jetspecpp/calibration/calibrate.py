@@ -1,0 +1,60 @@
+"""``jetspecpp calibrate``: record rounds on held-out prompts, fit, and put the result into the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_jetspecpp.calibration.fit import fit, hit_rates, log_scores, uncalibrated_scores
+from vllm_jetspecpp.calibration.rounds import Rounds, record
+from vllm_jetspecpp.config import RoundConfig
+from vllm_jetspecpp.evaluation.acceptance import Bench, EvalConfig, provenance
+from vllm_jetspecpp.evaluation.datasets import Prompt
+from vllm_jetspecpp.models.calibration import Calibration, save_calibration
+
+SIZES = (1, 2, 4, 8, 16)
+FOLDS = 4
+
+
+def held_out_hit_rates(rounds: Rounds, coverage: float) -> dict[str, dict[int, float]]:
+    """Hit rate by cache size of both rules, the calibrated one always on rounds it was not fitted on.
+
+    Folds are contiguous, so that rounds of one answer stay together.
+    """
+    fold = torch.arange(len(rounds)) * FOLDS // len(rounds)
+    sums: dict[int, float] = dict.fromkeys(SIZES, 0.0)
+    for index in range(FOLDS):
+        fitted = fit(rounds.select((fold != index).nonzero().flatten()), coverage)
+        aside = rounds.select((fold == index).nonzero().flatten())
+        scores = log_scores(aside, torch.tensor(fitted.weights), fitted.beta)
+        for size, rate in hit_rates(aside, scores, SIZES).items():
+            sums[size] += rate * len(aside) / len(rounds)
+    return {"calibrated": sums, "uncalibrated": hit_rates(rounds, uncalibrated_scores(rounds), SIZES)}
+
+
+def calibrate(
+    config: EvalConfig, prompts: Sequence[Prompt], num_draft_tokens: Sequence[int], coverage: float
+) -> dict[str, Any]:
+    """Fit for each γ and write ``calibration/thresholds.json``; what was found, for people and machines.
+
+    Args:
+        config: B, J, R and target of the recorded rounds; its γ is replaced.
+        coverage: of the conformal threshold.
+    """
+    # Recorded under Eq. 6, so that an earlier calibration has no say in the new one.
+    base = replace(config, round=replace(config.round, selection="uncalibrated"))
+    bench = Bench(base)
+    fits: list[Calibration] = []
+    found: list[dict[str, Any]] = []
+    for count in num_draft_tokens:
+        options: RoundConfig = replace(base.round, num_draft_tokens=count)
+        rounds = record(bench, replace(base, round=options), prompts)
+        fits.append(fit(rounds, coverage))
+        found.append({**asdict(fits[-1]), "rounds": len(rounds), "hit_rate": held_out_hit_rates(rounds, coverage)})
+    made = {"prompts": len(prompts), "made_by": provenance(), "found": found}
+    save_calibration(Path(config.checkpoint), fits, made)
+    return made

@@ -1,0 +1,125 @@
+"""``jetspecpp calibrate`` and ``eval``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm_jetspecpp.commands.common import DEMO_CHECKPOINT, DEMO_TARGET, Subcommands, counts
+
+
+def add_round_options(parser: argparse.ArgumentParser, num_outcomes: int) -> None:
+    """The shape of a round, under the names of the method."""
+    for name, default, text in (
+        ("jacobi", 1, "J, refinement passes"),
+        ("refresh", 1, "R <= J, context refreshes"),
+        ("num-outcomes", num_outcomes, "B, outcomes drafted for"),
+        ("max-new-tokens", 256, "longest answer"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
+
+
+def add_common_eval(parser: argparse.ArgumentParser) -> None:
+    """Where target and checkpoint are, and how to answer."""
+    parser.add_argument("--target", default=None, help=f"default: $JETSPECPP_DEMO_TARGET or {DEMO_TARGET}")
+    parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
+    parser.add_argument("--limit", type=int, default=None, help="only the first so many prompts")
+    parser.add_argument("--threads", type=int, default=1, help="processor cores (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", default=None, help="write the figures as JSON; - is standard output")
+
+
+def eval_target(args: argparse.Namespace) -> str:
+    """The target to evaluate; the demo's is made on first use."""
+    if args.target:
+        return args.target
+    folder = Path(os.environ.get("JETSPECPP_DEMO_TARGET", DEMO_TARGET))
+    from vllm_jetspecpp.demo.prepare import prepare
+
+    return str(prepare(folder))
+
+
+def write_json(value: dict[str, Any], where: str | None) -> None:
+    """To a file, or to standard output for ``-``."""
+    text = json.dumps(value, indent=2)
+    if where == "-":
+        print(text)
+    elif where:
+        Path(where).write_text(text + "\n")
+
+
+def add_eval(subcommands: Subcommands) -> None:
+    """``jetspecpp eval``."""
+    parser = subcommands.add_parser("eval", help="acceptance length and hit rate on benchmark prompts, without vLLM")
+    parser.add_argument("--method", choices=["jetspecpp"], default="jetspecpp", help="default: %(default)s")
+    parser.add_argument(
+        "--bench", required=True, help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mtbench"
+    )
+    add_common_eval(parser)
+    add_round_options(parser, 4)
+    parser.add_argument("--num-draft-tokens", type=int, default=15, help="draft tokens a block (default: %(default)s)")
+    parser.add_argument("--selection", default="auto", help="auto, calibrated, conformal or uncalibrated")
+    parser.add_argument(
+        "--states", default="predicted", help="true: hits are drafted from the target's states, the bound"
+    )
+    parser.add_argument("--dtype", default="float32", help="of the target (default: %(default)s)")
+
+    def run(args: argparse.Namespace) -> int:
+        import torch
+
+        from vllm_jetspecpp.config import RoundConfig
+        from vllm_jetspecpp.evaluation.acceptance import Bench, EvalConfig, describe, provenance
+        from vllm_jetspecpp.evaluation.datasets import benchmark
+
+        torch.set_num_threads(args.threads)
+        prompts = benchmark(args.bench, args.limit)
+        options = (args.num_draft_tokens, args.num_outcomes, args.jacobi, args.refresh, args.selection)
+        shape = RoundConfig(*options)
+        config = EvalConfig(eval_target(args), args.checkpoint, shape, args.states, args.max_new_tokens, args.dtype)
+        figures = Bench(config).run(config, prompts)
+        result = {**describe(config), "bench": args.bench, **figures, "made_by": provenance()}
+        write_json(result, args.json)
+        if args.json != "-":
+            print("\n".join(f"{name:24} {value}" for name, value in figures.items()))
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def add_calibrate(subcommands: Subcommands) -> None:
+    """``jetspecpp calibrate``."""
+    parser = subcommands.add_parser("calibrate", help="fit how outcomes are scored, on held-out prompts")
+    add_common_eval(parser)
+    add_round_options(parser, 16)
+    parser.add_argument("--prompts", type=Path, default=None, help="default: the package's 56 calibration prompts")
+    parser.add_argument("--num-draft-tokens", type=counts, default="7,15", help="every γ to fit for (default: 7,15)")
+    parser.add_argument("--coverage", type=float, default=0.9, help="of the threshold (default: %(default)s)")
+
+    def run(args: argparse.Namespace) -> int:
+        import torch
+
+        from vllm_jetspecpp.calibration.calibrate import calibrate
+        from vllm_jetspecpp.config import RoundConfig
+        from vllm_jetspecpp.evaluation.acceptance import EvalConfig
+        from vllm_jetspecpp.evaluation.datasets import CALIBRATION, read_prompts
+
+        if not 0 < args.coverage < 1:
+            raise ValueError(f"coverage must lie between 0 and 1, got {args.coverage}")
+        torch.set_num_threads(args.threads)
+        shape = RoundConfig(max(args.num_draft_tokens), args.num_outcomes, args.jacobi, args.refresh)
+        config = EvalConfig(
+            eval_target(args), args.checkpoint, shape, max_new_tokens=args.max_new_tokens, dtype="bfloat16"
+        )
+        prompts = read_prompts(args.prompts or CALIBRATION, args.limit)
+        made = calibrate(config, prompts, args.num_draft_tokens, args.coverage)
+        write_json(made, args.json)
+        if args.json != "-":
+            for fit in made["found"]:
+                print(f"γ = {fit['num_draft_tokens']}: {fit['rounds']} rounds, beta {fit['beta']:.3f}, hit rate by B:")
+                for rule, rates in fit["hit_rate"].items():
+                    print(f"  {rule:13}", "  ".join(f"{size}: {rate:.3f}" for size, rate in rates.items()))
+        return 0
+
+    parser.set_defaults(run=run)
