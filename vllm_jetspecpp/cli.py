@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ArithmeticError) as error:
         print(f"jetspecpp: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:

@@ -11,9 +11,11 @@ a run that is killed and resumed ends with the same weights, bit for bit, as one
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +34,7 @@ WARN_RATIO = 1.3
 """Warn when the smoothed loss stands so far above its lowest value."""
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(ArithmeticError):
     """The loss stopped being a number."""
 
 
@@ -222,7 +224,8 @@ class Trainer:
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     """The engine for this process: device, precision, loggers. TensorBoard's events go below ``folder``."""
-    has_tensorboard = _has_tensorboard()
+    logging.getLogger("accelerate").setLevel(logging.WARNING)  # it tells of every file it saves
+    has_tensorboard = find_spec("tensorboard") is not None
     accelerator = Accelerator(
         mixed_precision=config.precision,
         gradient_accumulation_steps=config.accumulate,
@@ -236,9 +239,3 @@ def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
     else:
         accelerator.print("TensorBoard is not installed: metrics go to the console only")
     return accelerator
-
-
-def _has_tensorboard() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("tensorboard") is not None
