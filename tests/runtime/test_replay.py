@@ -9,9 +9,9 @@ import torch
 
 from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.calibration.fit import fit
-from vllm_jetspecpp.calibration.rounds import Rounds, make_rounds
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
+from vllm_jetspecpp.evaluation.rounds import Rounds
 from vllm_jetspecpp.models.calibration import Calibration
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.runtime.offline import Generation, generate, generate_plainly
@@ -67,11 +67,7 @@ def test_rounds_are_recorded_and_fitted(tiny: Tiny) -> None:
     parts, choices = list[Rounds](), list[int]()
 
     def keep(outcome: Outcome, logits: torch.Tensor) -> None:
-        last = engine.last
-        assert last is not None
-        row = int(engine.nets.token_rows[outcome.bonus_token])
-        ends = torch.tensor([outcome.num_accepted]), torch.tensor([row])
-        parts.append(make_rounds(last.foresight.log_probs, last.drafts, last.confidence, *ends))
+        parts.append(engine.recorded(outcome))
         choices.append(int(engine.decoder_choices()[outcome.num_accepted]))
 
     result = generate(tiny.offline(), engine, random_tokens(12, 1), max_tokens=60, on_round=keep)

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.calibration.fit import (
-    conformal_threshold,
-    fit,
+from vllm_jetspecpp.calibration.fit import conformal_threshold, fit
+from vllm_jetspecpp.config import RoundConfig
+from vllm_jetspecpp.evaluation.rounds import (
+    Rounds,
     hit_rates,
     log_scores,
+    make_rounds,
     realised_index,
     realised_scores,
     uncalibrated_scores,
 )
-from vllm_jetspecpp.calibration.rounds import Rounds, make_rounds
-from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.calibrated_score import (
     bonus_log_probs,
     calibrated_log_scores,

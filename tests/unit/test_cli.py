@@ -25,7 +25,13 @@ def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["unknown"], ["regenerate", "t", "p", "o"], ["regenerate", "t", "p", "o", "--limit", "1", "--shard", "2/2"]],
+    [
+        [],
+        ["unknown"],
+        ["eval"],
+        ["train", "draft", "t"],
+        ["regenerate", "t", "p", "o", "--limit", "1", "--shard", "2/2"],
+    ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +335,21 @@ def test_recipe_trains_and_packs(work: Path) -> None:
         first, second, third = recipe.read_run(work, part)["record"]
         assert (first["step"], second["step"], third["step"]) == (0, 40, 60)
         assert third[MEASURES[part]] < second[MEASURES[part]] < first[MEASURES[part]]
-    recipe.pack(target, "tiny", work, work / "checkpoint", SIZES)
-    info = check_checkpoint(work / "checkpoint", load_target_config(Path(target)))
-    assert (info.block_size, info.draft_vocab_size, info.num_draft_layers) == (4, 64, 1)
+    for weights in ("bf16", "int8"):
+        recipe.pack(target, "tiny", work, work / weights, SIZES, weights)
+        info = check_checkpoint(work / weights, load_target_config(Path(target)))
+        assert (info.block_size, info.draft_vocab_size, info.num_draft_layers) == (4, 64, 1)
+
+
+def test_rivals_pack_as_what_they_are(work: Path) -> None:
+    """A DFlash draft model says that it is not causal and which token masks; the method refuses to serve it."""
+    target = str(work / "target")
+    config = replace(CONFIGS["draft"], steps=1, mode="dflash")
+    shutil.copytree(work, work.parent / "rival", ignore=shutil.ignore_patterns("draft*"), dirs_exist_ok=True)
+    rival = work.parent / "rival"
+    recipe.train_part("draft", target, rival, SIZES, config)
+    recipe.pack(target, "tiny", rival, rival / "dflash", SIZES)
+    said = json.loads((rival / "dflash/config.json").read_text())
+    assert said["dflash_config"]["causal"] is False and said["dflash_config"]["mask_token_id"] == 127
+    with pytest.raises(ValueError, match=r"manifest.json is missing"):
+        check_checkpoint(rival / "dflash", load_target_config(Path(target)))

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from vllm_jetspecpp.calibration.fit import fit, hit_rates, log_scores, uncalibrated_scores
-from vllm_jetspecpp.calibration.rounds import Rounds, record
+from vllm_jetspecpp.calibration.fit import fit
+from vllm_jetspecpp.calibration.record import record
 from vllm_jetspecpp.config import RoundConfig
-from vllm_jetspecpp.evaluation.acceptance import Bench, EvalConfig, provenance
+from vllm_jetspecpp.evaluation.acceptance import CACHE_SIZES, Bench, EvalConfig, provenance
 from vllm_jetspecpp.evaluation.datasets import Prompt
+from vllm_jetspecpp.evaluation.rounds import Rounds, hit_rates, log_scores, uncalibrated_scores
 from vllm_jetspecpp.models.calibration import Calibration, save_calibration
 
-SIZES = (1, 2, 4, 8, 16)
 FOLDS = 4
 
 
@@ -26,14 +26,14 @@ def held_out_hit_rates(rounds: Rounds, coverage: float) -> dict[str, dict[int, f
     Folds are contiguous, so that rounds of one answer stay together.
     """
     fold = torch.arange(len(rounds)) * FOLDS // len(rounds)
-    sums: dict[int, float] = dict.fromkeys(SIZES, 0.0)
+    sums: dict[int, float] = dict.fromkeys(CACHE_SIZES, 0.0)
     for index in range(FOLDS):
         fitted = fit(rounds.select((fold != index).nonzero().flatten()), coverage)
         aside = rounds.select((fold == index).nonzero().flatten())
         scores = log_scores(aside, torch.tensor(fitted.weights), fitted.beta)
-        for size, rate in hit_rates(aside, scores, SIZES).items():
+        for size, rate in hit_rates(aside, scores, CACHE_SIZES).items():
             sums[size] += rate * len(aside) / len(rounds)
-    return {"calibrated": sums, "uncalibrated": hit_rates(rounds, uncalibrated_scores(rounds), SIZES)}
+    return {"calibrated": sums, "uncalibrated": hit_rates(rounds, uncalibrated_scores(rounds), CACHE_SIZES)}
 
 
 def calibrate(

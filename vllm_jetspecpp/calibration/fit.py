@@ -8,9 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.calibration.rounds import Rounds
+from vllm_jetspecpp.evaluation.rounds import Rounds, log_scores, realised_index, realised_scores
 from vllm_jetspecpp.foresight.calibrated_score import bonus_log_probs, length_log_probs
-from vllm_jetspecpp.foresight.outcome_selection import select_outcomes
 from vllm_jetspecpp.models.calibration import NUM_FEATURES, Calibration
 
 RIDGE = 1e-5
@@ -42,13 +41,6 @@ def fit_weights(rounds: Rounds) -> Tensor:
     return _minimise(torch.zeros(NUM_FEATURES), loss)
 
 
-def realised_index(rounds: Rounds) -> Tensor:
-    """Place of the realised bonus token among the candidates at the realised k, [N] int64; -1 where it is none."""
-    row = torch.arange(len(rounds))
-    same = rounds.candidate_tokens[row, rounds.num_accepted] == rounds.bonus.unsqueeze(-1)
-    return torch.where(same.any(-1), same.int().argmax(-1), -1)
-
-
 def fit_beta(rounds: Rounds) -> float:
     """β that maximises the likelihood of the realised bonus token, over rounds where it is a candidate."""
     index = realised_index(rounds)
@@ -61,19 +53,6 @@ def fit_beta(rounds: Rounds) -> float:
 
     # L-BFGS may try extreme values on few rounds; β of real decoders lies around 1.
     return math.exp(float(_minimise(torch.zeros(()), loss).clamp(-3.0, 3.0)))
-
-
-def log_scores(rounds: Rounds, weights: Tensor, beta: float) -> Tensor:
-    """log P̃(k) + log P_β(a | k) of every candidate, [N, γ + 1, 32]."""
-    lengths = length_log_probs(rounds.phi, weights.to(rounds.phi.dtype))
-    return lengths.unsqueeze(-1) + bonus_log_probs(rounds.candidates, rounds.drafts, beta)
-
-
-def realised_scores(rounds: Rounds, scores: Tensor) -> Tensor:
-    """Score of the realised outcome of each round, [N]; -inf where it is no candidate."""
-    index = realised_index(rounds)
-    found = scores[torch.arange(len(rounds)), rounds.num_accepted, index.clamp(min=0)]
-    return found.masked_fill(index < 0, float("-inf"))
 
 
 def conformal_threshold(realised: Tensor, coverage: float) -> float:
@@ -107,19 +86,3 @@ def fit(rounds: Rounds, coverage: float) -> Calibration:
         threshold=max(threshold, LOWEST_THRESHOLD),
         coverage=coverage,
     )
-
-
-def uncalibrated_scores(rounds: Rounds) -> Tensor:
-    """log P(k, a) of Eq. 6 for every candidate, [N, γ + 1, 32]: what calibration is compared with."""
-    reached = torch.nn.functional.pad(rounds.draft_log_probs.cumsum(-1), (1, 0))
-    removed = rounds.candidate_tokens == torch.nn.functional.pad(rounds.drafts, (0, 1), value=-1).unsqueeze(-1)
-    return (rounds.candidate_log_probs + reached.unsqueeze(-1)).masked_fill(removed, float("-inf"))
-
-
-def hit_rates(rounds: Rounds, scores: Tensor, sizes: tuple[int, ...]) -> dict[int, float]:
-    """Share of rounds whose realised outcome is among the B best of ``scores``, for each B ≤ 32 in ``sizes``."""
-    chosen = select_outcomes(scores, max(sizes))
-    tokens = rounds.candidate_tokens.flatten(1).gather(1, chosen.num_accepted * scores.shape[-1] + chosen.bonus)
-    same = (chosen.num_accepted == rounds.num_accepted.unsqueeze(-1)) & (tokens == rounds.bonus.unsqueeze(-1))
-    same &= chosen.log_prob.isfinite()
-    return {size: same[:, :size].any(-1).float().mean().item() for size in sizes}

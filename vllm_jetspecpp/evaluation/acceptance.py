@@ -19,7 +19,8 @@ from vllm_jetspecpp import __version__
 from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_choice
 from vllm_jetspecpp.evaluation.datasets import Prompt
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
-from vllm_jetspecpp.models.calibration import load_calibration
+from vllm_jetspecpp.evaluation.rounds import Rounds, hit_rates, log_scores, uncalibrated_scores
+from vllm_jetspecpp.models.calibration import Calibration, load_calibration
 from vllm_jetspecpp.models.networks import Networks, load_networks
 from vllm_jetspecpp.runtime.offline import Generation, OfflineTarget, generate, generate_plainly
 from vllm_jetspecpp.types import Origin, Outcome
@@ -46,9 +47,12 @@ class EvalConfig:
         check_choice("dtype", self.dtype, DTYPES)
 
 
+CACHE_SIZES = (1, 2, 4, 8, 16)
+
+
 @dataclass
 class Tally:
-    """Sums over rounds."""
+    """Sums over rounds, and the rounds themselves."""
 
     generations: list[Generation] = field(default_factory=list)
     agreed: int = 0
@@ -56,6 +60,7 @@ class Tally:
     agreed_reached: int = 0
     positions_reached: int = 0
     identical: int = 0
+    rounds: list[Rounds] = field(default_factory=list)
 
     def see(self, choices: Tensor, outcome: Outcome, logits: Tensor) -> None:
         """Compare the decoder's choices [γ + 1] with the target's."""
@@ -85,6 +90,15 @@ class Tally:
             "identical_to_target": self.identical == len(self.generations),
         }
 
+    def replayed_hit_rates(self, calibration: Calibration | None) -> dict[str, dict[int, float]]:
+        """Hit rate by cache size, had the recorded rounds been served by each rule."""
+        rounds = Rounds.join(self.rounds)
+        rules = {"uncalibrated": uncalibrated_scores(rounds)}
+        if calibration:
+            rules["calibrated"] = log_scores(rounds, torch.tensor(calibration.weights), calibration.beta)
+        rates = {name: hit_rates(rounds, scores, CACHE_SIZES) for name, scores in rules.items()}
+        return {name: {size: round(rate, 4) for size, rate in by_size.items()} for name, by_size in rates.items()}
+
 
 def _mean(values: Sequence[int]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
@@ -101,7 +115,7 @@ class Bench:
     def __init__(self, config: EvalConfig, say: Callable[[str], None] | None = None) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.config, self._say = config, say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.config, self.say = config, say or (lambda line: print(line, file=sys.stderr, flush=True))
         self.tokenizer = AutoTokenizer.from_pretrained(config.target)
         model = AutoModelForCausalLM.from_pretrained(config.target, dtype=getattr(torch, config.dtype)).eval()
         self.max_length = min(model.config.max_position_embeddings, 4096)
@@ -145,6 +159,11 @@ class Bench:
     def run(self, config: EvalConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Evaluate ``config`` greedily on ``prompts``; one dict of figures."""
         engine, tally, start = self.engine(config), Tally(), time.monotonic()
+
+        def on_round(outcome: Outcome, logits: Tensor) -> None:
+            tally.see(engine.decoder_choices(), outcome, logits)
+            tally.rounds.append(engine.recorded(outcome))
+
         for number, prompt in enumerate(prompts, 1):
             ids = self.encode(prompt, config.max_new_tokens + 2 * config.round.block_size)
             result = generate(
@@ -153,17 +172,17 @@ class Bench:
                 ids,
                 max_tokens=config.max_new_tokens,
                 eos_token_id=self.eos,
-                on_round=lambda outcome, logits: tally.see(engine.decoder_choices(), outcome, logits),
+                on_round=on_round,
             )
             tally.generations.append(result)
             tally.identical += result.tokens == self.plain(prompt, ids, config.max_new_tokens)
             spent = time.monotonic() - start
             figures, left = tally.figures(), spent / number * (len(prompts) - number) / 60
-            self._say(
+            self.say(
                 f"{number}/{len(prompts)} {prompt.id}: tau {figures['tau']:.3f}, hit rate {figures['hit_rate']:.3f}, "
                 f"decoder top-1 {figures['decoder_top1']:.3f}; {left:.1f} min left"
             )
-        return tally.figures()
+        return tally.figures() | {"hit_rate_by_cache_size": tally.replayed_hit_rates(engine.selector.calibration)}
 
 
 def describe(config: EvalConfig) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_jetspecpp.evaluation.rounds import Rounds, make_rounds
 from vllm_jetspecpp.foresight.foresight import Foresight, Prefix, draft_outcomes, draft_verified, foresee
 from vllm_jetspecpp.foresight.outcome_selection import SelectedOutcomes
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine, UnderVerification, to_blocks
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Verified
-from vllm_jetspecpp.types import DraftBlock
+from vllm_jetspecpp.types import DraftBlock, Outcome
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,16 @@ class ReplayEngine(DraftEngine):
         if self.last is None:
             raise RuntimeError("no round has run yet")
         return self.nets.target.head_token_ids[self.last.foresight.log_probs[0].argmax(-1)]
+
+    def recorded(self, outcome: Outcome) -> Rounds:
+        """The latest round, which ended with ``outcome``.
+
+        Raises:
+            RuntimeError: no round has run.
+        """
+        last = self.last
+        if last is None:
+            raise RuntimeError("no round has run yet")
+        row = int(self.nets.token_rows[outcome.bonus_token])
+        ends = torch.tensor([outcome.num_accepted]), torch.tensor([row])
+        return make_rounds(last.foresight.log_probs, last.drafts, last.confidence, *ends)

@@ -216,29 +216,11 @@ def load_checkpoint(
     return DraftParts(draft_model, adapter, token_ids)
 
 
-def save_checkpoint(
-    info: CheckpointInfo,
-    target_config: Any,
-    parts: DraftParts,
-    *,
-    dtype: torch.dtype,
-    adapter_dtype: torch.dtype | None = None,
-    training: dict[str, Any],
-    target_name: str,
-) -> None:
-    """Write a checkpoint to ``info.folder``: weights, configs and, last, the manifest.
-
-    Args:
-        dtype: of the stored weights. The draft model's format has no int8.
-        adapter_dtype: of the adapter's, where it differs; int8 stores its matrices in eight bits.
-        training: how the weights came to be; kept in the ``jetspecpp`` section of config.json.
-        target_name: name of the target for people; the sizes in config.json are what is checked.
-    """
+def _draft_config(
+    info: CheckpointInfo, target_config: Any, *, causal: bool, mask_token_id: int | None, section: dict[str, Any]
+) -> dict[str, Any]:
+    """config.json in the DFlash / JetSpec format."""
     layer_config = LayerConfig.from_hf(target_config)
-    (info.folder / "adapter").mkdir(parents=True, exist_ok=True)
-    save_weights(parts.draft_model, info.folder / WEIGHT_FILES[0], dtype)
-    save_weights(parts.adapter, info.folder / WEIGHT_FILES[1], adapter_dtype or dtype)
-    save_file({"token_ids": parts.head_token_ids.int()}, info.folder / WEIGHT_FILES[2])
     taps = list(info.target_layer_ids)
     config = {
         "architectures": ["DFlashDraftModel"],
@@ -247,21 +229,65 @@ def save_checkpoint(
         "num_target_layers": target_config.num_hidden_layers,
         "num_hidden_layers": info.num_draft_layers,
         "draft_vocab_size": info.draft_vocab_size,
-        "dflash_config": {"target_layer_ids": taps, "mask_token_id": None, "causal": True},
-        "dtype": str(dtype).removeprefix("torch."),
+        "dflash_config": {"target_layer_ids": taps, "mask_token_id": mask_token_id, "causal": causal},
+        "dtype": "bfloat16",
         "hidden_act": "silu",
         "rms_norm_eps": layer_config.rms_norm_eps,
         "attention_bias": layer_config.attention_bias,
         "rope_parameters": target_config.rope_parameters,
         "max_position_embeddings": info.max_position_embeddings,
         "tie_word_embeddings": False,
-        "jetspecpp": {"format_version": FORMAT_VERSION, "inputs": "noise", "target": target_name, **training},
+        "jetspecpp": {"format_version": FORMAT_VERSION, **section},
     }
-    config |= {k: layer_config.head_dim if k == "head_dim" else getattr(target_config, k) for k in DIMENSIONS}
-    adapter_config = {"target_layer_ids": taps, "layers_per_module": list(info.layers_per_module)}
+    return config | {k: layer_config.head_dim if k == "head_dim" else getattr(target_config, k) for k in DIMENSIONS}
+
+
+def save_checkpoint(
+    info: CheckpointInfo,
+    target_config: Any,
+    parts: DraftParts,
+    *,
+    dtype: torch.dtype,
+    training: dict[str, Any],
+    target_name: str,
+) -> None:
+    """Write a checkpoint to ``info.folder``: weights, configs and, last, the manifest.
+
+    Args:
+        dtype: of the stored weights; int8 stores matrices in eight bits, which only this package reads.
+        training: how the weights came to be; kept in the ``jetspecpp`` section of config.json.
+        target_name: name of the target for people; the sizes in config.json are what is checked.
+    """
+    (info.folder / "adapter").mkdir(parents=True, exist_ok=True)
+    save_weights(parts.draft_model, info.folder / WEIGHT_FILES[0], dtype)
+    save_weights(parts.adapter, info.folder / WEIGHT_FILES[1], dtype)
+    save_file({"token_ids": parts.head_token_ids.int()}, info.folder / WEIGHT_FILES[2])
+    section = {"inputs": "noise", "target": target_name, **training}
+    config = _draft_config(info, target_config, causal=True, mask_token_id=None, section=section)
+    adapter_config = {
+        "target_layer_ids": list(info.target_layer_ids),
+        "layers_per_module": list(info.layers_per_module),
+    }
     write_json(info.folder / "config.json", config)
     write_json(info.folder / "adapter/config.json", adapter_config)
     write_manifest(info.folder, target_name)
+
+
+def save_rival(
+    info: CheckpointInfo,
+    target_config: Any,
+    draft_model: DraftModel,
+    *,
+    causal: bool,
+    mask_token_id: int,
+    training: dict[str, Any],
+) -> None:
+    """Write a mask-input draft model (DFlash: not causal; JetSpec: causal) in its own format, bfloat16, no adapter."""
+    info.folder.mkdir(parents=True, exist_ok=True)
+    save_weights(draft_model, info.folder / WEIGHT_FILES[0], torch.bfloat16)
+    section = {"inputs": "mask", **training}
+    config = _draft_config(info, target_config, causal=causal, mask_token_id=mask_token_id, section=section)
+    write_json(info.folder / "config.json", config)
 
 
 def write_manifest(folder: Path, target_name: str) -> None:

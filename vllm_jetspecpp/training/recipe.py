@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
+from vllm_jetspecpp.config import check_choice
+from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint, save_rival
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
 from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
@@ -34,11 +35,11 @@ from vllm_jetspecpp.training.target_states import (
     prepare_cache,
 )
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
-from vllm_jetspecpp.training.train_draft import DraftObjective
+from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
 from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
 
 SHORTLIST = "token_ids.safetensors"
-PARTS = ("draft", "adapter")
+WEIGHTS = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -166,22 +167,24 @@ def read_run(work: Path, part: str) -> dict[str, Any]:
     return json.loads((work / f"{part}.json").read_text())
 
 
-def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes) -> None:
-    """Step 3: join the parts into a checkpoint."""
+def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes, weights: str = "bf16") -> None:
+    """Step 3: join the parts into a checkpoint; a draft model of mode ``dflash`` or ``jetspec`` is one by itself.
+
+    Args:
+        weights: ``bf16``, or ``int8`` for half the size.
+    """
+    check_choice("weights", weights, WEIGHTS)
     info = sizes.info(target, out)
     hf_config = load_target_config(resolve_folder(target))
     draft_model, adapter = build(LayerConfig.from_hf(hf_config), info)
     draft_model.load_state_dict(load_file(work / "draft.safetensors"))
+    run = read_run(work, "draft")
+    if (mode := run["config"]["mode"]) != "jetspecpp":
+        mask = mask_token_id(hf_config)
+        save_rival(info, hf_config, draft_model, causal=mode != "dflash", mask_token_id=mask, training={"draft": run})
+        return
     adapter.load_state_dict(load_file(work / "adapter.safetensors"))
     token_ids = load_file(work / SHORTLIST)["token_ids"].long()
-    training: dict[str, Any] = {part: read_run(work, part) for part in PARTS}
+    training: dict[str, Any] = {"draft": run, "adapter": read_run(work, "adapter")}
     parts = DraftParts(draft_model, adapter, token_ids)
-    save_checkpoint(
-        info,
-        hf_config,
-        parts,
-        dtype=torch.bfloat16,
-        adapter_dtype=torch.int8,
-        training=training,
-        target_name=target_name,
-    )
+    save_checkpoint(info, hf_config, parts, dtype=WEIGHTS[weights], training=training, target_name=target_name)

@@ -1,0 +1,61 @@
+"""Weights in eight bits: how exact, how large, and what a broken file says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vllm_jetspecpp.models.weight_files import dequantize_rows, load_weights, quantize_rows, save_weights
+
+
+def test_rows_come_back_to_half_a_scale() -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 40)[:, None]
+    weight[7] = 0
+    values, scale = quantize_rows(weight)
+    error = (dequantize_rows(values, scale) - weight).abs()
+    assert values.dtype is torch.int8 and (error <= scale[:, None] * 0.5001).all()
+    assert not dequantize_rows(values, scale)[7].any()
+
+
+def module() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0), (torch.bfloat16, 4e-3), (torch.int8, 4e-3)])
+def test_modules_are_stored_and_read(tmp_path: Path, dtype: torch.dtype, tolerance: float) -> None:
+    """Matrices within the dtype's rounding of their row's largest value; in int8 vectors stay float32."""
+    path, whole = tmp_path / "w.safetensors", module()
+    save_weights(whole, path, dtype)
+    with torch.device("meta"):
+        read = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
+    load_weights(read, path)
+    for name, value in whole.state_dict().items():
+        largest = value.abs().amax() if value.ndim == 1 else value.abs().amax(1, keepdim=True)
+        error = ((read.state_dict()[name].float() - value).abs() / largest.clamp(min=1e-9)).max()
+        assert error <= (0 if dtype is torch.int8 and value.ndim == 1 else tolerance)
+
+
+def test_int8_is_half_of_bfloat16(tmp_path: Path) -> None:
+    layer = nn.Linear(512, 512, bias=False)
+    sizes = []
+    for dtype in (torch.bfloat16, torch.int8):
+        save_weights(layer, tmp_path / "w.safetensors", dtype)
+        sizes.append((tmp_path / "w.safetensors").stat().st_size)
+    assert sizes[1] < 0.51 * sizes[0]
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    save_weights(module(), path, torch.int8)
+    stored = load_file(path)
+    save_file({k: v for k, v in stored.items() if k != "0.weight_scale"}, path)
+    with pytest.raises(ValueError, match=r"0\.weight is int8, but 0\.weight_scale is missing"):
+        load_weights(module(), path)
+    save_file({k: v for k, v in stored.items() if k != "1.bias"}, path)
+    with pytest.raises(ValueError, match=r"missing tensors \['1\.bias'\]"):
+        load_weights(module(), path)
