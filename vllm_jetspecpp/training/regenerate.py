@@ -14,9 +14,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
+
+from vllm_jetspecpp.models.target_layers import LayerConfig
+from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,17 @@ class AnswerConfig:
         return self.out / f"shard-{index}of{count}-{part:05d}.safetensors"
 
 
+def cache_options(hf_config: Any, num_tokens: int) -> dict[str, int]:
+    """On a CPU, vLLM's cache as large as ``num_tokens`` need, or half of the free memory; on a GPU vLLM knows best."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {}
+    layer = LayerConfig.from_hf(hf_config)
+    per_token = 2 * 4 * hf_config.num_hidden_layers * layer.num_kv_heads * layer.head_dim  # room for float32
+    return {"kv_cache_memory_bytes": min(num_tokens * per_token, psutil.virtual_memory().available // 2)}
+
+
 class Answerer:
     """A target in vLLM that answers parts; one in this process, or one in each of several Ray actors."""
 
@@ -105,12 +121,16 @@ class Answerer:
         from vllm import LLM, SamplingParams
 
         self.config, self.parts = config, config.parts()
+        hf_config = load_target_config(resolve_folder(config.target))
+        self._max_prompt = min(config.max_prompt_tokens, hf_config.max_position_embeddings - config.max_tokens)
+        longest = self._max_prompt + config.max_tokens
         self._llm = LLM(
             config.target,
-            max_model_len=config.max_prompt_tokens + config.max_tokens,
+            max_model_len=longest,
             max_num_seqs=config.part_size,
             enforce_eager=True,
             seed=0,
+            **cache_options(hf_config, longest * config.part_size),
         )
         self._params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=0)
 
@@ -119,7 +139,7 @@ class Answerer:
         tokenizer = self._llm.get_tokenizer()
         chats = [[{"role": "user", "content": text}] for text in self.parts[row["part"]]]
         encoded = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
-        fitting = [{"prompt_token_ids": ids} for ids in encoded if len(ids) <= self.config.max_prompt_tokens]
+        fitting = [{"prompt_token_ids": ids} for ids in encoded if len(ids) <= self._max_prompt]
         results = self._llm.generate(fitting, self._params, use_tqdm=False)  # type: ignore[arg-type]
         sequences = [
             Sequence(torch.tensor([*ids, *r.outputs[0].token_ids], dtype=torch.int32), len(ids))
