@@ -127,7 +127,10 @@ def test_engine_config(target: Path) -> None:
         ({"num_outcomes": 0}, "num_outcomes must be an integer from 1 to 64, got 0"),
         ({"num_outcomes": "many"}, "num_outcomes: Input should be a valid integer, unable to parse"),
         ({"jacobi_passes": 1, "context_refreshes": 2}, "context_refreshes must be at most jacobi_passes"),
-        ({"selection": "best"}, "selection must be one of 'uncalibrated', got 'best'"),
+        (
+            {"selection": "best"},
+            "selection must be one of 'auto', 'calibrated', 'conformal', 'uncalibrated'",
+        ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: Input should be greater than 0, got 0"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens must be an integer from 1 to 63, got 64"),
         ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'local', got 'pigeon'"),
@@ -168,6 +171,8 @@ def test_refused_checkpoints(create: Create, checkpoint: Path, tmp_path: Path) -
     check_refusal(lambda: create(too_many), f"from 1 to 7 (block_size of {checkpoint} less the anchor), got 8")
     other_layers = method(model=str(checkpoint), target_layer_ids=[1, 2])
     check_refusal(lambda: create(other_layers), "target_layer_ids come from the checkpoint, [1, 3, 5]; got [1, 2]")
+    conformal = method(model=str(checkpoint), selection="conformal")
+    check_refusal(lambda: create(conformal), "selection 'conformal' needs calibration/thresholds.json")
 
 
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])

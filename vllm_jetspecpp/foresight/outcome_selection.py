@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm_jetspecpp.config import AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED, RoundConfig
 from vllm_jetspecpp.foresight.calibrated_score import calibrated_log_scores
 from vllm_jetspecpp.foresight.outcome_distribution import outcome_log_probs
-from vllm_jetspecpp.models.calibration import Calibration
+from vllm_jetspecpp.models.calibration import Calibration, check_selection
 
 
 class SelectedOutcomes(NamedTuple):
@@ -58,11 +58,7 @@ class OutcomeSelector:
         self.rule = config.selection
         if self.rule == AUTO:
             self.rule = CALIBRATED if calibration else UNCALIBRATED
-        if self.rule in (CALIBRATED, CONFORMAL) and calibration is None:
-            raise ValueError(
-                f"selection {self.rule!r} needs calibration/thresholds.json in the checkpoint: run `jetspecpp "
-                "calibrate`, or choose 'uncalibrated'"
-            )
+        check_selection(self.rule, calibration)
 
     def __call__(self, log_probs: Tensor, drafts: Tensor, confidence: Tensor) -> SelectedOutcomes:
         """Choose B outcomes a row.

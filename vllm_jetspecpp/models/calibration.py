@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_jetspecpp.config import check_keys
+from vllm_jetspecpp.config import CALIBRATED, CONFORMAL, check_keys
 from vllm_jetspecpp.models.checkpoint import CALIBRATION_FILE, read_json, require, write_json, write_manifest
 
 NUM_FEATURES = 6
@@ -27,6 +27,15 @@ class Calibration:
     """λ on the log score, split-conformal."""
     coverage: float
     """Share of rounds whose realised outcome is meant to score at least λ."""
+
+
+def check_selection(selection: str, calibration: Calibration | None) -> None:
+    """Raise ValueError when the rule needs a calibration and the checkpoint has none."""
+    if selection in (CALIBRATED, CONFORMAL) and calibration is None:
+        raise ValueError(
+            f"selection {selection!r} needs {CALIBRATION_FILE} in the checkpoint: run `jetspecpp calibrate`, "
+            "or choose 'uncalibrated'"
+        )
 
 
 def save_calibration(folder: Path, fits: list[Calibration], provenance: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -198,7 +200,7 @@ class Trainer:
 
     def _validate(self) -> None:
         progress = self.progress
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), unsharded(self.wrapped):
             figures = self.objective.validate()
         progress.record.append({"step": progress.step, "minutes": round(progress.seconds / 60, 2), **figures})
         self.accelerator.print("validation:", " ".join(f"{k} {v:.4f}" for k, v in figures.items()))
@@ -220,6 +222,19 @@ class Trainer:
                 shutil.rmtree(old)
             (self.folder / "record.json").write_text(json.dumps(self.progress.record, indent=2))
         accelerator.wait_for_everyone()
+
+
+@contextmanager
+def unsharded(module: Any) -> Iterator[None]:
+    """Under FSDP2, whose one unit is the whole objective, its parameters in full on every process."""
+    sharded = hasattr(module, "unshard")
+    if sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        if sharded:
+            module.reshard()
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:

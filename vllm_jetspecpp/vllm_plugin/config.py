@@ -128,6 +128,7 @@ class JetSpecConfig(SpeculativeConfig):
             raise ValueError(f"{WHERE}: 'model' is missing: the folder of a JetSpec++ checkpoint")
         if not Path(self.model).is_dir():
             raise ValueError(f"{WHERE}: model {self.model!r} is not a folder; it must be a JetSpec++ checkpoint's")
+        from vllm_jetspecpp.models.calibration import check_selection, load_calibration
         from vllm_jetspecpp.models.checkpoint import check_checkpoint
 
         info = check_checkpoint(Path(self.model), self.target_model_config.hf_text_config)
@@ -139,6 +140,7 @@ class JetSpecConfig(SpeculativeConfig):
             self.num_speculative_tokens = info.block_size - 1
         limit, why = info.block_size - 1, f" (block_size of {self.model} less the anchor)"
         check_range("num_speculative_tokens", self.num_speculative_tokens, 1, limit, why)
+        check_selection(self.selection, load_calibration(info.folder, self.num_speculative_tokens))
 
     def _choose_layers(self) -> None:
         """Tapped layers for an engine of the user's: the given ones, else evenly spaced over 1..L-3."""
