@@ -1,4 +1,4 @@
-"""Acceptance length over refinement, hit rate over cache size: the checkpoint on several benchmarks, as files and a figure.
+"""Acceptance length over refinement, hit rate over cache size: a checkpoint on several benchmarks, as files and a plot.
 
 ::
 

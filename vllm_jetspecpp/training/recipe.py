@@ -113,7 +113,7 @@ def train_part(part: str, target: str, work: Path, sizes: Sizes, config: TrainCo
         own = {name.removeprefix("model."): value.contiguous() for name, value in weights.items()}
         save_file(own, work / f"{part}.safetensors")
         run = {
-            "config": asdict(config),
+            "config": asdict(config) | {"initialise": Path(config.initialise).name},
             "sizes": asdict(sizes),
             "rows": len(sequences.tokens),
             "sequences": len(sequences),
