@@ -101,7 +101,7 @@ def draw(path: Path, by: dict[tuple[str, str], dict[str, Any]], benches: list[st
         left.plot(settings, [by[s, bench]["tau"] for s in settings], "o-", label=bench)
     left.set(title="acceptance length τ", ylim=(1, None))
     left.legend()
-    for bench in benches:
+    for bench in (b for b in benches if ("J1-R1", b) in by):
         rates = by["J1-R1", bench]["hit_rate_by_cache_size"]
         for rule, style in (("calibrated", "-"), ("uncalibrated", ":")):
             if rule in rates:
