@@ -9,15 +9,6 @@ from pathlib import Path
 
 from vllm_jetspecpp.commands.common import DEMO_CHECKPOINT, DEMO_TARGET, Subcommands
 
-DEMO_OPTIONS = {
-    "num_outcomes": 6,
-    "jacobi_passes": 3,
-    "context_refreshes": 3,
-    "fallback_passes": 3,
-    "fallback_refreshes": 3,
-}
-"""The demo shows what is accepted and foreseen, so it refines much; two CPU cores cannot hide that much drafting."""
-
 
 def add_prepare_demo(subcommands: Subcommands) -> None:
     """``jetspecpp prepare-demo``."""
@@ -45,9 +36,9 @@ def add_demo(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--options",
         type=json.loads,
-        default=DEMO_OPTIONS,
+        default={},
         metavar="JSON",
-        help=f"further options of --speculative-config (default: {json.dumps(DEMO_OPTIONS)})",
+        help="further options of --speculative-config (default: none, so the method's own defaults)",
     )
     parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help="of the servers (default: %(default)s)")
 
