@@ -33,6 +33,7 @@ from vllm_jetspecpp.models.calibration import Calibration, load_calibration, sav
 from vllm_jetspecpp.models.checkpoint import check_manifest, write_json
 
 WEIGHTS = (0.3, 0.6, 0.5, -0.2, -0.4, 0.1)
+W = torch.tensor(WEIGHTS)
 GAMMA, VOCAB = 5, 50
 CALIBRATION = Calibration(GAMMA, WEIGHTS, beta=1.4, threshold=-1.5, coverage=0.9)
 
@@ -75,7 +76,7 @@ def plain_score(log_probs: Tensor, drafts: list[int], confidence: list[float], k
 
 def test_scores_equal_the_text() -> None:
     log_probs, drafts, confidence = random_blocks(3, seed=0)
-    scores, tokens = calibrated_log_scores(log_probs, drafts, confidence, CALIBRATION)
+    scores, tokens = calibrated_log_scores(log_probs, drafts, confidence, W, 1.4)
     for row in range(3):
         for k in range(GAMMA + 1):
             for c in (0, 1, 7, 31):
@@ -88,7 +89,7 @@ def test_scores_equal_the_text() -> None:
 
 
 def test_scores_are_a_distribution_over_candidates() -> None:
-    scores, _ = calibrated_log_scores(*random_blocks(8, seed=1), CALIBRATION)
+    scores, _ = calibrated_log_scores(*random_blocks(8, seed=1), W, 1.4)
     torch.testing.assert_close(scores.exp().sum((1, 2)), torch.ones(8))
 
 
@@ -97,7 +98,7 @@ def test_saturated_and_unknown_drafts_stay_finite() -> None:
     log_probs = torch.full((1, 3, 40), -1000.0)
     log_probs[..., 3] = 0.0
     for drafts in ([3, 3], [5, -1]):
-        scores, _ = calibrated_log_scores(log_probs, torch.tensor([drafts]), torch.zeros(1, 2), CALIBRATION)
+        scores, _ = calibrated_log_scores(log_probs, torch.tensor([drafts]), torch.zeros(1, 2), W, 1.4)
         assert not scores.isnan().any() and scores.isfinite().any()
 
 

@@ -21,7 +21,7 @@ from vllm_jetspecpp.evaluation.datasets import Prompt
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
 from vllm_jetspecpp.evaluation.rounds import Rounds, hit_rates, log_scores, uncalibrated_scores
 from vllm_jetspecpp.models.calibration import Calibration, load_calibration
-from vllm_jetspecpp.models.networks import Networks, load_networks
+from vllm_jetspecpp.models.networks import load_networks
 from vllm_jetspecpp.runtime.offline import Generation, OfflineTarget, generate, generate_plainly
 from vllm_jetspecpp.types import Origin, Outcome
 
@@ -131,7 +131,7 @@ class Bench:
     def _engine_config(self, config: EvalConfig) -> EngineConfig:
         return EngineConfig(config.target, config.checkpoint, config.round, 1, self.max_length, "bfloat16")
 
-    def engine(self, config: EvalConfig, nets: Networks | None = None) -> ReplayEngine:
+    def engine(self, config: EvalConfig) -> ReplayEngine:
         """An engine for ``config``.
 
         Raises:
@@ -142,7 +142,7 @@ class Bench:
             given = config.round.num_draft_tokens
             raise ValueError(f"num_draft_tokens must be at most {limit} with this checkpoint, got {given}")
         calibration = load_calibration(self.info.folder, config.round.num_draft_tokens)
-        engine = ReplayEngine.from_networks(self._engine_config(config), nets or self.nets, calibration)
+        engine = ReplayEngine.from_networks(self._engine_config(config), self.nets, calibration)
         engine.true_states = config.states == "true"
         return engine
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from vllm_jetspecpp.foresight.calibrated_score import (
     Candidates,
-    bonus_log_probs,
+    candidate_log_scores,
     features,
-    length_log_probs,
     top_candidates,
 )
 from vllm_jetspecpp.foresight.outcome_selection import select_outcomes
@@ -74,8 +73,7 @@ def realised_index(rounds: Rounds) -> Tensor:
 
 def log_scores(rounds: Rounds, weights: Tensor, beta: float) -> Tensor:
     """log P̃(k) + log P_β(a | k) of every candidate, [N, γ + 1, 32]."""
-    lengths = length_log_probs(rounds.phi, weights.to(rounds.phi.dtype))
-    return lengths.unsqueeze(-1) + bonus_log_probs(rounds.candidates, rounds.drafts, beta)
+    return candidate_log_scores(rounds.phi, rounds.candidates, rounds.drafts, weights.to(rounds.phi.dtype), beta)
 
 
 def uncalibrated_scores(rounds: Rounds) -> Tensor:

@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_jetspecpp.models.calibration import Calibration
-
 NUM_CANDIDATES = 32
 """Bonus tokens considered at every length (the paper's top 32)."""
 POSITION_SCALE = 14.0
@@ -82,15 +80,21 @@ def bonus_log_probs(candidates: Candidates, drafts: Tensor, beta: float | Tensor
     return (candidates.log_probs.float() / beta).masked_fill(removed, float("-inf")).log_softmax(-1)
 
 
+def candidate_log_scores(
+    phi: Tensor, candidates: Candidates, drafts: Tensor, weights: Tensor, beta: float | Tensor
+) -> Tensor:
+    """log P̃(k) + log P_β(a | k) of every candidate, [rows, γ + 1, 32], from φ [rows, γ, 6]."""
+    return length_log_probs(phi, weights).unsqueeze(-1) + bonus_log_probs(candidates, drafts, beta)
+
+
 def calibrated_log_scores(
-    log_probs: Tensor, drafts: Tensor, confidence: Tensor, calibration: Calibration
+    log_probs: Tensor, drafts: Tensor, confidence: Tensor, weights: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """log P̃(k) + log P_β(a | k) of every candidate; arguments as in :func:`features`.
+    """Scores of the candidates of a round; the first three arguments as in :func:`features`, ``weights`` is w [6].
 
     Returns:
         Scores [rows, γ + 1, 32] and the candidates' tokens, of the same shape.
     """
     candidates = top_candidates(log_probs)
-    weights = torch.tensor(calibration.weights, device=log_probs.device)
-    lengths = length_log_probs(features(log_probs, drafts, confidence, candidates), weights)
-    return lengths.unsqueeze(-1) + bonus_log_probs(candidates, drafts, calibration.beta), candidates.tokens
+    phi = features(log_probs, drafts, confidence, candidates)
+    return candidate_log_scores(phi, candidates, drafts, weights, beta), candidates.tokens

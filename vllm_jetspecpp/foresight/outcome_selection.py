@@ -48,17 +48,21 @@ class OutcomeSelector:
     Args:
         config: ``selection`` and B. ``auto`` is ``calibrated`` where there is a calibration, else ``uncalibrated``.
         calibration: the checkpoint's, if it has one.
+        device: where rounds run; w is put there once, not in every round.
 
     Raises:
         ValueError: the rule needs a calibration and there is none.
     """
 
-    def __init__(self, config: RoundConfig, calibration: Calibration | None) -> None:
+    def __init__(
+        self, config: RoundConfig, calibration: Calibration | None, device: torch.device | str = "cpu"
+    ) -> None:
         self.num_outcomes, self.calibration = config.num_outcomes, calibration
         self.rule = config.selection
         if self.rule == AUTO:
             self.rule = CALIBRATED if calibration else UNCALIBRATED
         check_selection(self.rule, calibration)
+        self._weights = torch.tensor(calibration.weights, device=device) if calibration else None
 
     def __call__(self, log_probs: Tensor, drafts: Tensor, confidence: Tensor) -> SelectedOutcomes:
         """Choose B outcomes a row.
@@ -68,9 +72,9 @@ class OutcomeSelector:
             drafts: [rows, γ] int64 as indices into vocab, -1 outside it.
             confidence: [rows, γ], log of the draft model's largest probability at each position.
         """
-        if self.rule == UNCALIBRATED or self.calibration is None:
+        if self.rule == UNCALIBRATED or self.calibration is None or self._weights is None:
             return select_outcomes(outcome_log_probs(log_probs, drafts), self.num_outcomes)
-        scores, tokens = calibrated_log_scores(log_probs, drafts, confidence, self.calibration)
+        scores, tokens = calibrated_log_scores(log_probs, drafts, confidence, self._weights, self.calibration.beta)
         if self.rule == CONFORMAL:
             scores = scores.masked_fill(scores < self.calibration.threshold, float("-inf"))
         chosen = select_outcomes(scores, self.num_outcomes)

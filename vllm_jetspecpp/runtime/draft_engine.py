@@ -55,7 +55,7 @@ class DraftEngine:
 
     def _setup(self, config: EngineConfig, nets: Networks, calibration: Calibration | None) -> None:
         self.config, self.nets = config, nets
-        self.selector = OutcomeSelector(config.round, calibration)
+        self.selector = OutcomeSelector(config.round, calibration, nets.target.embedding.device)
         self.states = RequestStates(nets, config.num_slots, config.max_model_len, config.round.block_size)
         self.cache = OutcomeCache()
         self._uncommitted: tuple[Verified, ...] = ()

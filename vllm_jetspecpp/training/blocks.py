@@ -121,7 +121,7 @@ def held_out_batches(
     return [make_batch(source, group, num_anchors, block_size, gen) for group in groups]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shuffle:
     """Which sequences make up which batch: a function of the batch's number alone, so that a resumed run goes on alike.
 
@@ -132,12 +132,16 @@ class Shuffle:
     members: list[int]
     batch: int
     seed: int
+    _latest: tuple[int, list[list[int]]] = (-1, [])
+    """The epoch asked for last, and its batches."""
 
     def __call__(self, number: int) -> list[int]:
         """Members of batch ``number`` (0, 1, ...; epochs follow each other without end)."""
         per_epoch = -(-len(self.members) // self.batch)
         epoch, index = divmod(number, per_epoch)
-        return self._epoch(epoch)[index]
+        if self._latest[0] != epoch:
+            self._latest = epoch, self._epoch(epoch)
+        return self._latest[1][index]
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         gen = torch.Generator().manual_seed(derive_seed(self.seed, epoch, -1))

@@ -98,7 +98,7 @@ class Trainer:
         setup: its surroundings.
         source: states of the training sequences.
         config: how.
-        folder: ``state-<step>`` folders, TensorBoard's events and ``weights.safetensors`` go here.
+        folder: ``state-<step>`` folders and TensorBoard's events go here.
         accelerator: made by :func:`make_accelerator`.
     """
 
