@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_models import make_tiny_llama
+from tests.tiny_training import SIZES, make_training_data
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe
@@ -21,7 +21,7 @@ from vllm_jetspecpp.training.blocks import BlockBatch, Shuffle, make_batch, nois
 from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
 from vllm_jetspecpp.training.losses import DISTANCES, masked_mean, state_loss
 from vllm_jetspecpp.training.prefix_schedule import clean_prefix_lengths
-from vllm_jetspecpp.training.regenerate import Sequence, _save, read_sequences
+from vllm_jetspecpp.training.regenerate import read_sequences
 from vllm_jetspecpp.training.setup import Setup, default_taps, prepare
 from vllm_jetspecpp.training.target_states import (
     LiveStates,
@@ -34,8 +34,6 @@ from vllm_jetspecpp.training.target_states import (
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter, source_layers
 from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
 from vllm_jetspecpp.training.trainer import Progress, learning_rate_factor
-
-SIZES = recipe.Sizes(block_size=4, num_draft_layers=1, num_taps=3, layers_per_module=(1,), draft_vocab_size=64)
 
 
 def test_taps_are_the_papers() -> None:
@@ -96,15 +94,7 @@ def test_clean_prefix_schedule() -> None:
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A work folder with a tiny target's states over 40 random sequences."""
     folder = tmp_path_factory.mktemp("work")
-    target = make_tiny_llama(folder / "target")
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(12, 40, (40,), generator=generator).tolist()
-    # Half the vocabulary, so that a shortlist of that size covers it.
-    sequences = [Sequence(torch.randint(0, 64, (n,), generator=generator, dtype=torch.int32), 4) for n in lengths]
-    (folder / "answers").mkdir()
-    _save(folder / "answers/shard-0of1-00000.safetensors", sequences)
-    recipe.begin(str(target), folder / "answers", folder, SIZES)
-    recipe.states(str(target), folder, SIZES)
+    make_training_data(folder, folder, 40)
     return folder
 
 
