@@ -78,6 +78,10 @@ class RoundConfig:
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
 
+    anchor_replacement: bool = True
+    """False: a context refresh only lets the next pass read the predicted states, and no token is fixed. For
+    measurements; the paper finds most of the gain in the replacement."""
+
     def __post_init__(self) -> None:
         check_range("num_speculative_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         check_range("num_outcomes", self.num_outcomes, 1, MAX_OUTCOMES)

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
         if (TARGET / name).is_file():
             shutil.copy(TARGET / name, target / name)
-    texts = [prompt.text[:200] for prompt in read_prompts(CALIBRATION)]
+    texts = [prompt.turns[0][:200] for prompt in read_prompts(CALIBRATION)]
     lines = [json.dumps({"prompt": f"{number}. {texts[number % len(texts)]}"}) for number in range(PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     return folder

@@ -53,7 +53,7 @@ def test_true_states_change_hits_only(tiny: Tiny) -> None:
     config = tiny.config(RoundConfig(7, 6, 1, 1))
     nets = tiny.networks(config.round)
     engine = ReplayEngine.from_networks(config, nets)
-    engine.true_states = True
+    engine.drafts_from = "true"
     bound, served = run(tiny, engine, 1), run(tiny, ReplayEngine.from_networks(config, nets), 1)
     assert bound.tokens == served.tokens
     first_hit = next(i for i, (origin, _) in enumerate(served.rounds) if origin is Origin.HIT)

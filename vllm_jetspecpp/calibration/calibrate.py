@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from vllm_jetspecpp.calibration.fit import fit
-from vllm_jetspecpp.calibration.record import record
 from vllm_jetspecpp.config import RoundConfig
-from vllm_jetspecpp.evaluation.acceptance import CACHE_SIZES, Bench, EvalConfig, provenance
+from vllm_jetspecpp.evaluation.acceptance import Bench
+from vllm_jetspecpp.evaluation.answers import AnswerConfig
 from vllm_jetspecpp.evaluation.datasets import Prompt
+from vllm_jetspecpp.evaluation.methods import EvalConfig
+from vllm_jetspecpp.evaluation.provenance import provenance
 from vllm_jetspecpp.evaluation.rounds import Rounds, hit_rates, log_scores, uncalibrated_scores
+from vllm_jetspecpp.evaluation.tally import CACHE_SIZES
 from vllm_jetspecpp.models.calibration import Calibration, save_calibration
 
 FOLDS = 4
@@ -48,11 +51,12 @@ def calibrate(
     # Recorded under Eq. 6, so that an earlier calibration has no say in the new one.
     base = replace(config, round=replace(config.round, selection="uncalibrated"))
     bench = Bench(base)
+    answers = bench.answerer(prompts, AnswerConfig(config.max_new_tokens))
     fits: list[Calibration] = []
     found: list[dict[str, Any]] = []
     for count in num_draft_tokens:
         options: RoundConfig = replace(base.round, num_draft_tokens=count)
-        rounds = record(bench, replace(base, round=options), prompts)
+        rounds = bench.record(replace(base, round=options), answers)
         fits.append(fit(rounds, coverage))
         found.append({**asdict(fits[-1]), "rounds": len(rounds), "hit_rate": held_out_hit_rates(rounds, coverage)})
     made = {"prompts": len(prompts), "made_by": provenance(), "found": found}

@@ -25,7 +25,6 @@ def add_round_options(parser: argparse.ArgumentParser, num_outcomes: int) -> Non
 def add_common_eval(parser: argparse.ArgumentParser) -> None:
     """Where target and checkpoint are, and how to answer."""
     parser.add_argument("--target", default=None, help=f"default: $JETSPECPP_DEMO_TARGET or {DEMO_TARGET}")
-    parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
     parser.add_argument("--limit", type=int, default=None, help="only the first so many prompts")
     parser.add_argument("--threads", type=int, default=1, help="processor cores (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", default=None, help="write the figures as JSON; - is standard output")
@@ -53,44 +52,90 @@ def write_json(value: dict[str, Any], where: str | None) -> None:
 def add_eval(subcommands: Subcommands) -> None:
     """``jetspecpp eval``."""
     parser = subcommands.add_parser("eval", help="acceptance length and hit rate on benchmark prompts, without vLLM")
-    parser.add_argument("--method", choices=["jetspecpp"], default="jetspecpp", help="default: %(default)s")
+    parser.add_argument(
+        "--method",
+        default="jetspecpp",
+        help="jetspecpp, dflash, jetspec, dspark, domino, ssd, ngram or plain (default: %(default)s)",
+    )
     parser.add_argument(
         "--bench", required=True, help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mtbench"
     )
+    parser.add_argument(
+        "--checkpoint",
+        default=None,
+        help=f"default: {DEMO_CHECKPOINT}, and .cache/rivals/METHOD, which benchmarks/train_rivals.py makes",
+    )
     add_common_eval(parser)
     add_round_options(parser, 4)
-    parser.add_argument("--num-draft-tokens", type=int, default=15, help="draft tokens a block (default: %(default)s)")
-    parser.add_argument("--selection", default="auto", help="auto, calibrated, conformal or uncalibrated")
+    for name, kind, default, text in (
+        ("num-draft-tokens", int, 15, "γ, draft tokens a block; may exceed what the draft model was trained for"),
+        ("selection", str, "auto", "auto, calibrated, conformal or uncalibrated"),
+        ("states", str, "predicted", "what hits are drafted from: predicted, true, copied; or unpipelined"),
+        ("temperature", float, 0.0, "0 is greedy"),
+        ("seed", int, 0, "of sampling"),
+        ("dtype", str, "float32", "of the target"),
+        ("device", str, "cpu", "of target and drafter"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--no-replacement", action="store_true", help="context refresh without anchor replacement")
     parser.add_argument(
-        "--states", default="predicted", help="true: hits are drafted from the target's states, the bound"
+        "--follow",
+        action="store_true",
+        help="let the target answer first, and read acceptance off its answers: the same rounds, several times as fast",
     )
-    parser.add_argument("--dtype", default="float32", help="of the target (default: %(default)s)")
+    parser.set_defaults(run=run_eval)
 
-    def run(args: argparse.Namespace) -> int:
-        import torch
 
-        from vllm_jetspecpp.config import RoundConfig
-        from vllm_jetspecpp.evaluation.acceptance import Bench, EvalConfig, describe, provenance
-        from vllm_jetspecpp.evaluation.datasets import benchmark
+def run_eval(args: argparse.Namespace) -> int:
+    """Evaluate one method on one benchmark."""
+    import torch
 
-        torch.set_num_threads(args.threads)
-        prompts = benchmark(args.bench, args.limit)
-        options = (args.num_draft_tokens, args.num_outcomes, args.jacobi, args.refresh, args.selection)
-        shape = RoundConfig(*options)
-        config = EvalConfig(eval_target(args), args.checkpoint, shape, args.states, args.max_new_tokens, args.dtype)
-        figures = Bench(config).run(config, prompts)
-        result = {**describe(config), "bench": args.bench, **figures, "made_by": provenance()}
-        write_json(result, args.json)
-        if args.json != "-":
-            print("\n".join(f"{name:24} {value}" for name, value in figures.items()))
-        return 0
+    from vllm_jetspecpp.config import RoundConfig
+    from vllm_jetspecpp.evaluation.acceptance import Bench, describe
+    from vllm_jetspecpp.evaluation.answers import AnswerConfig
+    from vllm_jetspecpp.evaluation.datasets import benchmark
+    from vllm_jetspecpp.evaluation.methods import EvalConfig, default_checkpoint
+    from vllm_jetspecpp.evaluation.provenance import provenance
 
-    parser.set_defaults(run=run)
+    torch.set_num_threads(args.threads)
+    prompts = benchmark(args.bench, args.limit)
+    config = EvalConfig(
+        eval_target(args),
+        str(args.checkpoint or default_checkpoint(args.method, DEMO_CHECKPOINT) or ""),
+        RoundConfig(
+            args.num_draft_tokens,
+            args.num_outcomes,
+            args.jacobi,
+            args.refresh,
+            args.selection,
+            anchor_replacement=not args.no_replacement,
+        ),
+        args.states,
+        args.max_new_tokens,
+        args.dtype,
+        method=args.method,
+        temperature=args.temperature,
+        seed=args.seed,
+        device=args.device,
+    )
+    bench = Bench(config)
+    if args.follow:
+        answers = bench.answerer(prompts, AnswerConfig(args.max_new_tokens, args.temperature, args.seed))
+        figures = bench.follow(config, answers)
+    else:
+        figures = bench.run(config, prompts)
+    verified_by = "recorded answers" if args.follow else "target"
+    result = {**describe(config), "bench": args.bench, "verified_by": verified_by, **figures}
+    write_json({**result, "made_by": provenance()}, args.json)
+    if args.json != "-":
+        print("\n".join(f"{name:24} {value}" for name, value in figures.items()))
+    return 0
 
 
 def add_calibrate(subcommands: Subcommands) -> None:
     """``jetspecpp calibrate``."""
     parser = subcommands.add_parser("calibrate", help="fit how outcomes are scored, on held-out prompts")
+    parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
     add_common_eval(parser)
     add_round_options(parser, 16)
     parser.add_argument("--prompts", type=Path, default=None, help="default: the package's 56 calibration prompts")
@@ -102,8 +147,8 @@ def add_calibrate(subcommands: Subcommands) -> None:
 
         from vllm_jetspecpp.calibration.calibrate import calibrate
         from vllm_jetspecpp.config import RoundConfig
-        from vllm_jetspecpp.evaluation.acceptance import EvalConfig
         from vllm_jetspecpp.evaluation.datasets import CALIBRATION, read_prompts
+        from vllm_jetspecpp.evaluation.methods import EvalConfig
 
         if not 0 < args.coverage < 1:
             raise ValueError(f"coverage must lie between 0 and 1, got {args.coverage}")

@@ -15,10 +15,10 @@ BENCHMARKS = ("gsm8k", "math500", "aime25", "humaneval", "mbpp", "livecodebench"
 
 @dataclass(frozen=True)
 class Prompt:
-    """The first user message of an item."""
+    """The user messages of an item: one, or two for MT-Bench."""
 
     id: str
-    text: str
+    turns: tuple[str, ...]
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -29,7 +29,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """
     with path.open(encoding="utf8") as lines:
         rows = [json.loads(line) for line in lines]
-    return [Prompt(row["id"], row["turns"][0]) for row in rows[:limit]]
+    return [Prompt(row["id"], tuple(row["turns"])) for row in rows[:limit]]
 
 
 def benchmark(name: str, limit: int | None = None) -> list[Prompt]:

@@ -6,17 +6,28 @@ nothing is hidden behind verification, they need not be drafted. Also the place 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_jetspecpp.evaluation.rounds import Rounds, make_rounds
-from vllm_jetspecpp.foresight.foresight import Foresight, Prefix, draft_outcomes, draft_verified, foresee
+from vllm_jetspecpp.foresight.foresight import (
+    Blocks,
+    Context,
+    Foresight,
+    Prefix,
+    draft_outcomes,
+    draft_verified,
+    foresee,
+)
 from vllm_jetspecpp.foresight.outcome_selection import SelectedOutcomes
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine, UnderVerification, to_blocks
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Verified
 from vllm_jetspecpp.types import DraftBlock, Outcome
+
+UNPIPELINED = "unpipelined"
+STATES = ("predicted", "true", "copied", UNPIPELINED)
 
 
 @dataclass(frozen=True)
@@ -31,16 +42,22 @@ class LastRound:
 
 
 class ReplayEngine(DraftEngine):
-    """One request at a time; ``true_states`` drafts hits from the target's states instead of the predicted ones."""
+    """One request at a time."""
 
-    true_states = False
+    drafts_from = "predicted"
+    """One of :data:`STATES`: what the blocks of hits are drafted from."""
+    target_layer_ids: tuple[int, ...] = ()
+    has_cache = True
     last: LastRound | None = None
+    _last_state: Tensor | None = None  # [1, num_taps * hidden], of the last verified position
 
     def _foresee_and_draft(
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
         if len(under) != 1:
             raise ValueError(f"a replay engine takes one request at a time, got {len(under)}")
+        if self.drafts_from == UNPIPELINED:
+            return
         foresight = foresee(self.nets, self.selector, prefix, block, confidence)
         drafts = self.nets.token_rows[block[:, 1:]]
         self.last = LastRound(under[0], prefix, foresight, drafts, confidence)
@@ -56,17 +73,54 @@ class ReplayEngine(DraftEngine):
         same &= self.nets.target.head_token_ids[chosen.bonus] == int(request.tokens[-1])
         if not bool(same.any()):
             return None
-        index = same.int().argmax(dim=1, keepdim=True)
+        return to_blocks(self._drafts(last, request, chosen, same.int().argmax(dim=1, keepdim=True)))[0][0]
+
+    def _drafts(self, last: LastRound, request: Verified, chosen: SelectedOutcomes, index: Tensor) -> Blocks:
+        """The block of the realised outcome, ``chosen`` at ``index`` [1, 1]: [1, 1, γ]."""
         options = self.config.round
-        if self.true_states:
+        if self.drafts_from == "true":
             self._commit()
             prefix = self.states.prefix([request.slot], [request.anchor_position])
-            passes, refreshes = options.jacobi_passes, options.context_refreshes
-            drafts = draft_verified(self.nets, prefix, options.num_draft_tokens, passes, refreshes)
-        else:
-            picked = SelectedOutcomes(*(values.gather(1, index) for values in chosen))
-            drafts = draft_outcomes(self.nets, options, last.prefix, last.foresight, picked)
-        return to_blocks(drafts)[0][0]
+            return self._verified(prefix, options.jacobi_passes, options.context_refreshes)
+        foresight = last.foresight
+        if self.drafts_from == "copied":
+            foresight = replace(foresight, context=self._copied_context(last))
+        picked = SelectedOutcomes(*(values.gather(1, index) for values in chosen))
+        return draft_outcomes(self.nets, options, last.prefix, foresight, picked)
+
+    def _verified(self, prefix: Prefix, passes: int, refreshes: int) -> Blocks:
+        options = self.config.round
+        return draft_verified(
+            self.nets, prefix, options.num_draft_tokens, passes, refreshes, options.anchor_replacement
+        )
+
+    def _copied_context(self, last: LastRound) -> Context:
+        """Context of the block under verification when every state in it is the last verified one."""
+        assert self._last_state is not None
+        nets, size = self.nets, self.config.round.block_size
+        states = self._last_state.to(nets.target.embedding).expand(1, size, -1)
+        rope = nets.target.rotary(last.prefix.anchor.unsqueeze(-1) + torch.arange(size, device=states.device))
+        causal = torch.ones(1, size, size, dtype=torch.bool, device=states.device).tril()
+        _, decoder = nets.target.decoder(nets.deepest(states), rope, [[] for _ in nets.target.decoder.layers], causal)
+        return Context(
+            [nets.draft_model.context_keys_values(states, rope)],
+            [nets.adapter.context_keys_values(states, rope)],
+            [decoder],
+        )
+
+    def _commit(self) -> None:
+        for request in self._uncommitted:
+            if len(request.states):
+                self._last_state = request.states[-1:]
+        super()._commit()
+
+    def _fallback(self, missed: list[Verified]) -> dict[int, DraftBlock]:
+        if self.drafts_from != UNPIPELINED:
+            return super()._fallback(missed)
+        (request,) = missed
+        prefix = self.states.prefix([request.slot], [request.anchor_position])
+        drafts = self._verified(prefix, self.config.round.jacobi_passes, self.config.round.context_refreshes)
+        return {request.slot: to_blocks(drafts)[0][0]}
 
     def _forget(self, slot: int) -> None:
         super()._forget(slot)

@@ -145,7 +145,14 @@ def noised_blocks(prefix: Prefix, anchors: Tensor, anchor_positions: Tensor, num
 
 
 def draft_refined(
-    nets: Networks, blocks: Blocks, anchor: Tensor, context: Context, before: list[Tensor], passes: int, refreshes: int
+    nets: Networks,
+    blocks: Blocks,
+    anchor: Tensor,
+    context: Context,
+    before: list[Tensor],
+    passes: int,
+    refreshes: int,
+    replacement: bool = True,
 ) -> Blocks:
     """Initial draft, then ``passes`` Jacobi passes (Eq. 8), a context refresh before each of the first ``refreshes``.
 
@@ -154,6 +161,7 @@ def draft_refined(
         anchor: [rows, blocks] int64, absolute positions.
         context: what stands before the blocks.
         before: mask pieces over ``context``, each [rows, blocks * T, keys].
+        replacement: whether a refresh also writes and fixes tokens.
     """
     _, count, size = blocks.tokens.shape
     masks = BranchMasks(count, size, blocks.tokens.device)
@@ -166,16 +174,20 @@ def draft_refined(
     for iteration in range(1, passes + 1):
         if iteration <= refreshes:
             refresh = simulate_verification(nets, blocks.tokens.flatten(1), positions, context, whole)
-            likeliest = nets.likeliest(refresh.hidden).view(blocks.tokens.shape)
-            tokens, fixed = replace_anchor(blocks.tokens, likeliest, fixed)
-            blocks = blocks._replace(tokens=tokens)
-            reads, seen = context.extended(refresh.context), [*before, masks.refreshed(fixed)]
+            if replacement:
+                likeliest = nets.likeliest(refresh.hidden).view(blocks.tokens.shape)
+                tokens, fixed = replace_anchor(blocks.tokens, likeliest, fixed)
+                blocks = blocks._replace(tokens=tokens)
+            own_states = masks.refreshed(fixed) if replacement else masks.refreshed_before(len(anchor))
+            reads, seen = context.extended(refresh.context), [*before, own_states]
         mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
         blocks = draft_pass(nets, blocks, positions, fixed, reads, mask)
     return blocks
 
 
-def draft_verified(nets: Networks, prefix: Prefix, num_draft_tokens: int, passes: int, refreshes: int) -> Blocks:
+def draft_verified(
+    nets: Networks, prefix: Prefix, num_draft_tokens: int, passes: int, refreshes: int, replacement: bool = True
+) -> Blocks:
     """A block from the verified context: after a miss, or a request's first. → drafts [rows, 1, γ].
 
     The paper drafts it in one pass (J_0); refining it too is an option of ours, paid for on the critical path.
@@ -183,7 +195,7 @@ def draft_verified(nets: Networks, prefix: Prefix, num_draft_tokens: int, passes
     anchor = prefix.anchor.unsqueeze(-1)
     blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, num_draft_tokens)
     before = [BranchMasks(1, num_draft_tokens + 1, anchor.device).prefix(prefix.mask)]
-    return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes).drafts()
+    return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes, replacement).drafts()
 
 
 def foresee(nets: Networks, selector: OutcomeSelector, prefix: Prefix, block: Tensor, confidence: Tensor) -> Foresight:
@@ -217,7 +229,8 @@ def draft_outcomes(
     before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
     passes, refreshes = config.jacobi_passes, config.context_refreshes
-    return draft_refined(nets, blocks, anchor, context, before, passes, refreshes).drafts()
+    replacement = config.anchor_replacement
+    return draft_refined(nets, blocks, anchor, context, before, passes, refreshes, replacement).drafts()
 
 
 def predraft(

@@ -38,6 +38,10 @@ class BranchMasks:
         """Refreshed states of a branch's own tokens before its last fixed position. → [rows, B * T, B * T]."""
         return self._same & (self.position < self._per_key(fixed))
 
+    def refreshed_before(self, rows: int) -> Tensor:
+        """Refreshed states without anchor replacement: those of a branch's tokens before each position."""
+        return (self._causal & (self.position < self.position[:, None])).expand(rows, -1, -1)
+
     def own(self, fixed: Tensor) -> Tensor:
         """The branch's own block from its last fixed position on, causal. → [rows, B * T, B * T]."""
         return self._causal & (self.position >= self._per_key(fixed))

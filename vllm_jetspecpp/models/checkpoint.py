@@ -216,7 +216,7 @@ def load_checkpoint(
     return DraftParts(draft_model, adapter, token_ids)
 
 
-def _draft_config(
+def draft_config(
     info: CheckpointInfo, target_config: Any, *, causal: bool, mask_token_id: int | None, section: dict[str, Any]
 ) -> dict[str, Any]:
     """config.json in the DFlash / JetSpec format."""
@@ -263,7 +263,7 @@ def save_checkpoint(
     save_weights(parts.adapter, info.folder / WEIGHT_FILES[1], dtype)
     save_file({"token_ids": parts.head_token_ids.int()}, info.folder / WEIGHT_FILES[2])
     section = {"inputs": "noise", "target": target_name, **training}
-    config = _draft_config(info, target_config, causal=True, mask_token_id=None, section=section)
+    config = draft_config(info, target_config, causal=True, mask_token_id=None, section=section)
     adapter_config = {
         "target_layer_ids": list(info.target_layer_ids),
         "layers_per_module": list(info.layers_per_module),
@@ -271,23 +271,6 @@ def save_checkpoint(
     write_json(info.folder / "config.json", config)
     write_json(info.folder / "adapter/config.json", adapter_config)
     write_manifest(info.folder, target_name)
-
-
-def save_rival(
-    info: CheckpointInfo,
-    target_config: Any,
-    draft_model: DraftModel,
-    *,
-    causal: bool,
-    mask_token_id: int,
-    training: dict[str, Any],
-) -> None:
-    """Write a mask-input draft model (DFlash: not causal; JetSpec: causal) in its own format, bfloat16, no adapter."""
-    info.folder.mkdir(parents=True, exist_ok=True)
-    save_weights(draft_model, info.folder / WEIGHT_FILES[0], torch.bfloat16)
-    section = {"inputs": "mask", **training}
-    config = _draft_config(info, target_config, causal=causal, mask_token_id=mask_token_id, section=section)
-    write_json(info.folder / "config.json", config)
 
 
 def write_manifest(folder: Path, target_name: str) -> None:

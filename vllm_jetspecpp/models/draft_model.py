@@ -12,13 +12,16 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import KeysValues, Rope
+from vllm_jetspecpp.models.logit_correction import LogitCorrection
 from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack, RMSNorm
 
 
 class DraftModel(nn.Module):
     """Parallel draft model without embedding and LM head, which are the target's."""
 
-    def __init__(self, config: LayerConfig, num_layers: int, num_taps: int) -> None:
+    def __init__(
+        self, config: LayerConfig, num_layers: int, num_taps: int, correction: LogitCorrection | None = None
+    ) -> None:
         super().__init__()
         # The format's layers always normalise queries and keys, whatever the target's family does.
         layer_config = replace(config, qk_norm=True)
@@ -26,6 +29,8 @@ class DraftModel(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = LayerStack(layer_config, num_layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.correction = correction
+        """A rival's head; None in JetSpec++, DFlash and JetSpec."""
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer from tapped states ``states`` [batch, length, num_taps * hidden], true or predicted."""

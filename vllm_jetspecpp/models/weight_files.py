@@ -38,18 +38,24 @@ def save_weights(module: nn.Module, path: Path, dtype: torch.dtype) -> None:
     save_file(stored, path)
 
 
+def merge_scales(stored: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """``stored`` with int8 matrices and their scales made float32 again; ValueError names ``path``."""
+    merged = dict(stored)
+    for name, value in stored.items():
+        if value.dtype is torch.int8:
+            if name + SCALE_SUFFIX not in stored:
+                raise ValueError(f"{path}: {name} is int8, but {name + SCALE_SUFFIX} is missing")
+            merged[name] = dequantize_rows(value, merged.pop(name + SCALE_SUFFIX))
+    return merged
+
+
 def load_weights(module: nn.Module, path: Path) -> None:
     """Read what :func:`save_weights` wrote into ``module``, whose own tensors may be on the meta device.
 
     Raises:
         ValueError: tensors are missing or unexpected; the message lists them.
     """
-    stored = load_file(path)
-    packed = [name for name, value in stored.items() if value.dtype is torch.int8]
-    for name in packed:
-        if name + SCALE_SUFFIX not in stored:
-            raise ValueError(f"{path}: {name} is int8, but {name + SCALE_SUFFIX} is missing")
-        stored[name] = dequantize_rows(stored[name], stored.pop(name + SCALE_SUFFIX))
+    stored = merge_scales(load_file(path), path)
     missing, unexpected = module.load_state_dict(stored, strict=False, assign=True)
     if missing or unexpected:
         raise ValueError(f"{path}: missing tensors {missing}, unexpected tensors {unexpected}")

@@ -133,7 +133,9 @@ class DraftEngine:
         slots, options = [r.slot for r in missed], self.config.round
         prefix = self.states.prefix(slots, [r.anchor_position for r in missed])
         passes, refreshes = options.fallback_passes, options.fallback_refreshes
-        drafts = draft_verified(self.nets, prefix, options.num_draft_tokens, passes, refreshes)
+        drafts = draft_verified(
+            self.nets, prefix, options.num_draft_tokens, passes, refreshes, options.anchor_replacement
+        )
         return {slot: row[0] for slot, row in zip(slots, to_blocks(drafts), strict=True)}
 
     def _store(self, under: list[UnderVerification], made: PreDrafts) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 from vllm_jetspecpp.config import check_choice, check_range
 
 LOSSES = ("forward_kl", "reverse_kl", "cross_entropy")
-MODES = ("jetspecpp", "jetspec", "dflash")
+MODES: dict[str, tuple[str, str]] = {
+    "jetspecpp": ("noise", "causal"),
+    "jetspec": ("mask", "causal"),
+    "dflash": ("mask", "block"),
+    "dspark": ("mask", "block"),
+    "domino": ("mask", "block"),
+    "ssd": ("none", "causal"),
+}
+"""Method → inputs at unknown positions, and what a block position sees."""
+AUTO = "auto"
 INITIALISATIONS = ("target", "random")
 PRECISIONS = ("bf16", "no")
 
@@ -60,13 +69,26 @@ class DraftConfig(TrainConfig):
 
     mode: str = option(
         "jetspecpp",
-        "jetspecpp: causal, noise inputs, clean prefix; jetspec: causal, mask inputs; dflash: whole block, mask inputs",
-        choices=MODES,
+        "jetspecpp: causal, noise inputs, clean prefix; jetspec: causal, mask inputs; dflash: block, mask inputs; "
+        "dspark, domino: dflash and a head that reads the tokens before; ssd: autoregressive, no states",
+        choices=tuple(MODES),
+    )
+    inputs: str = option(AUTO, "noise or mask at unknown positions; auto: the mode's", choices=(AUTO, "noise", "mask"))
+    attention: str = option(
+        AUTO,
+        "a block position sees those before it or the whole block; auto: the mode's",
+        choices=(AUTO, "causal", "block"),
     )
     loss: str = option(
         "forward_kl", "to the target's distribution (cross_entropy: to its likeliest token)", choices=LOSSES
     )
-    zero_share: float = option(0.5, "share of the blocks without a clean prefix (m = 0)")
+    zero_share: float = option(
+        0.5,
+        "share of the blocks without a clean prefix (m = 0); masked ones have none, unless --clean-prefix",
+    )
+    clean_prefix: bool = option(False, "with mask inputs: blocks with a clean prefix all the same")
+    correction_rank: int = option(128, "rank of dspark's and domino's correction")
+    gru_size: int = option(256, "width of domino's GRU")
     position_decay: float = option(
         0.85, "position i of a block weighs this to the power i - 1: it counts only if all before it are right"
     )
@@ -82,12 +104,17 @@ class DraftConfig(TrainConfig):
     @property
     def causal(self) -> bool:
         """Whether a block position sees only those before it."""
-        return self.mode != "dflash"
+        return (MODES[self.mode][1] if self.attention == AUTO else self.attention) == "causal"
 
     @property
     def masked(self) -> bool:
         """Whether unknown positions read the mask token instead of noise."""
-        return self.mode != "jetspecpp"
+        return (MODES[self.mode][0] if self.inputs == AUTO else self.inputs) == "mask"
+
+    @property
+    def has_clean_prefix(self) -> bool:
+        """Whether blocks may start with known tokens."""
+        return self.clean_prefix or not self.masked
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_jetspecpp.config import check_choice
-from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint, save_rival
+from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
+from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.rival_checkpoint import RivalParts, save_rival
 from vllm_jetspecpp.models.target_layers import LayerConfig
-from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
+from vllm_jetspecpp.models.target_parts import TargetWeights, load_target_config, resolve_folder
 from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
 from vllm_jetspecpp.training.regenerate import read_sequences
 from vllm_jetspecpp.training.setup import Setup, default_taps, prepare, shortlist
@@ -35,7 +37,8 @@ from vllm_jetspecpp.training.target_states import (
     prepare_cache,
 )
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
-from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
+from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective, save_small_model
+from vllm_jetspecpp.training.train_draft import DraftObjective, make_correction, mask_token_id
 from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
 
 SHORTLIST = "token_ids.safetensors"
@@ -137,7 +140,8 @@ def _source(target: str, work: Path, setup: Setup, config: TrainConfig) -> State
 
 def _objective(part: str, target: str, work: Path, setup: Setup, source: StateSource, config: TrainConfig) -> Any:
     if isinstance(config, DraftConfig):
-        return DraftObjective(setup, source, config)
+        objective = AutoregressiveObjective if config.mode == "ssd" else DraftObjective
+        return objective(setup, source, config)
     assert isinstance(config, AdapterConfig)
     drafter = None
     if config.draft_share:
@@ -168,23 +172,47 @@ def read_run(work: Path, part: str) -> dict[str, Any]:
 
 
 def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes, weights: str = "bf16") -> None:
-    """Step 3: join the parts into a checkpoint; a draft model of mode ``dflash`` or ``jetspec`` is one by itself.
+    """Step 3: join the parts into a checkpoint; a rival's draft model is one by itself, in its own format.
 
     Args:
         weights: ``bf16``, or ``int8`` for half the size.
     """
     check_choice("weights", weights, WEIGHTS)
+    run = read_run(work, "draft")
+    if run["config"]["mode"] != "jetspecpp" or not (work / "adapter.safetensors").is_file():
+        pack_rival(target, work, out, sizes)
+        return
     info = sizes.info(target, out)
     hf_config = load_target_config(resolve_folder(target))
     draft_model, adapter = build(LayerConfig.from_hf(hf_config), info)
     draft_model.load_state_dict(load_file(work / "draft.safetensors"))
-    run = read_run(work, "draft")
-    if (mode := run["config"]["mode"]) != "jetspecpp":
-        mask = mask_token_id(hf_config)
-        save_rival(info, hf_config, draft_model, causal=mode != "dflash", mask_token_id=mask, training={"draft": run})
-        return
     adapter.load_state_dict(load_file(work / "adapter.safetensors"))
     token_ids = load_file(work / SHORTLIST)["token_ids"].long()
     training: dict[str, Any] = {"draft": run, "adapter": read_run(work, "adapter")}
     parts = DraftParts(draft_model, adapter, token_ids)
     save_checkpoint(info, hf_config, parts, dtype=WEIGHTS[weights], training=training, target_name=target_name)
+
+
+def pack_rival(target: str, work: Path, out: Path, sizes: Sizes) -> None:
+    """Step 3 for a draft model that stands alone."""
+    folder, run = resolve_folder(target), read_run(work, "draft")
+    hf_config, tensors = load_target_config(folder), load_file(work / "draft.safetensors")
+    config = DraftConfig(**run["config"] | {"initialise": "random"})
+    if config.mode == "ssd":
+        save_small_model(tensors, folder, hf_config, out)
+        return
+    info = sizes.info(target, out)
+    token_ids = load_file(work / SHORTLIST)["token_ids"].long()
+    correction = make_correction(config, hf_config, len(token_ids))
+    model = DraftModel(LayerConfig.from_hf(hf_config), info.num_draft_layers, len(info.target_layer_ids), correction)
+    model.load_state_dict(tensors)
+    target_weights = TargetWeights(folder)
+    save_rival(
+        info,
+        hf_config,
+        RivalParts(model, target_weights.lm_head()[token_ids], token_ids, target_weights.embedding()),
+        method=config.mode,
+        causal=config.causal,
+        mask_token_id=mask_token_id(hf_config) if config.masked else None,
+        training={"draft": run},
+    )

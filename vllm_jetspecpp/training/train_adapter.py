@@ -80,6 +80,7 @@ class AdapterObjective(nn.Module):
         super().__init__()
         torch.manual_seed(config.seed)
         self.setup, self.config = setup, config
+        self.progress = 0.0
         self._drafter = (drafter,)  # in a tuple, so that its networks are none of ours
         self.num_taps = len(setup.info.target_layer_ids)
         self.model = Adapter(setup.layer_config, list(setup.info.layers_per_module))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.logit_correction import GruCorrection, Head, LogitCorrection, MarkovCorrection
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
 from vllm_jetspecpp.training.blocks import BlockBatch, held_out_batches, noise_tokens
 from vllm_jetspecpp.training.config import DraftConfig
@@ -66,12 +67,19 @@ class DraftObjective(nn.Module):
         torch.manual_seed(config.seed)
         self.setup, self.config = setup, config
         self.block_size = setup.info.block_size
-        self.model = DraftModel(setup.layer_config, setup.info.num_draft_layers, len(setup.info.target_layer_ids))
+        self.model = DraftModel(
+            setup.layer_config,
+            setup.info.num_draft_layers,
+            len(setup.info.target_layer_ids),
+            make_correction(config, setup.hf_config, len(setup.parts.head_token_ids)),
+        )
         if config.initialise == "target":
             initialise(self.model, setup.weights, setup.hf_config.num_hidden_layers)
         elif config.initialise != "random":
-            self.model.load_state_dict(load_file(config.initialise))
+            load_backbone(self.model, config.initialise)
         self.model.to(setup.device)
+        self.head = Head(setup.parts.embed, setup.parts.head_token_ids)
+        self.progress = 0.0
         gen = torch.Generator().manual_seed(config.seed + 1)
         self._held_out = held_out_batches(source, setup.held_out, 16, self.block_size, gen)
         self._weights = config.position_decay ** torch.arange(self.block_size - 1, device=setup.device)
@@ -84,30 +92,53 @@ class DraftObjective(nn.Module):
 
     def make(self, batch: BlockBatch, gen: torch.Generator) -> DraftBatch:
         """Choose m and noise."""
-        if self.config.masked:
-            m = torch.zeros_like(batch.anchors)
-        else:
+        m = torch.zeros_like(batch.anchors)
+        if self.config.has_clean_prefix:
             m = clean_prefix_lengths(batch.anchors.shape, self.block_size, self.config.zero_share, gen)
         clean = m.unsqueeze(-1)
         inputs = torch.where(torch.arange(self.block_size) <= clean, batch.tokens, self._unknown(batch, gen))
         device = self.setup.device
         return DraftBatch(batch.to(device), inputs.to(device), clean.to(device))
 
-    def logits(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
-        """Logits of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, draft_vocab]."""
-        n, a, t = inputs.shape
+    def hidden(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
+        """States of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, hidden], ready for the LM head."""
         setup = self.setup
         context = self.model.context_keys_values(batch.context.to(setup.dtype), setup.rope(batch.context_positions))
         embeddings = setup.parts.embed(inputs.flatten(1))
         mask = batch.mask(self.config.causal)
         hidden = self.model(embeddings, setup.rope(batch.positions), [[kv] for kv in context], mask)
-        return setup.parts.logits(hidden.view(n, a, t, -1)[:, :, 1:])
+        return hidden.view(*inputs.shape, -1)[:, :, 1:]
+
+    def logits(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
+        """The parallel model's logits of positions 1..γ, [N, A, γ, draft_vocab]."""
+        return self.setup.parts.logits(self.hidden(batch, inputs))
+
+    def corrected(self, batch: BlockBatch, hidden: Tensor, logits: Tensor) -> Tensor:
+        """``logits`` with what a rival's head adds when the tokens before are the true ones."""
+        if self.model.correction is None:
+            return logits
+        previous = batch.tokens[..., :-1].flatten(0, 1)
+        added = self.model.correction(hidden.flatten(0, 1), previous, self.setup.parts.embed)
+        return logits + added.view(logits.shape)
+
+    def drafts(self, hidden: Tensor, logits: Tensor, anchors: Tensor) -> Tensor:
+        """Greedy draft tokens [N, A, γ] of blocks with anchor tokens ``anchors`` [N, A]."""
+        if self.model.correction is None:
+            return self.head.token_ids[logits.argmax(-1)]
+        drafts = self.model.correction.draft(logits.flatten(0, 1), hidden.flatten(0, 1), anchors.flatten(), self.head)
+        return drafts.view(logits.shape[:-1])
 
     def forward(self, made: DraftBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Eq. 9's loss."""
+        """Eq. 9's loss; Domino's is a mixture with that of the uncorrected logits."""
         batch = made.blocks
         target = self.setup.target_logits(batch.final[:, :, :-1])
-        distance = DISTANCES[self.config.loss](target, self.logits(batch, made.inputs))
+        hidden = self.hidden(batch, made.inputs)
+        logits = self.setup.parts.logits(hidden)
+        distance = DISTANCES[self.config.loss](target, self.corrected(batch, hidden, logits))
+        if self.config.mode == "domino" and self.progress < 1:
+            # Its curriculum: the parallel model first, the correction more and more (linear over the run).
+            base = DISTANCES[self.config.loss](target, logits)
+            distance = torch.lerp(base, distance, self.progress)
         # Positions up to m read their own answer at the input. Training on them teaches to copy the input, which is
         # no refinement: they get no weight (our choice; Eq. 9 sums over all positions).
         position = torch.arange(1, self.block_size, device=distance.device)
@@ -122,15 +153,34 @@ class DraftObjective(nn.Module):
             inputs = self._unknown(held_out, gen)
             inputs[..., 0] = held_out.tokens[..., 0]
             batch = held_out.to(self.setup.device)
-            logits = self.logits(batch, inputs.to(self.setup.device))
+            hidden = self.hidden(batch, inputs.to(self.setup.device))
+            logits = self.setup.parts.logits(hidden)
             target = self.setup.target_logits(batch.final[:, :, :-1])
-            sums.loss.append(forward_kl(target, logits)[batch.inside[..., 1:]])
-            best = self.setup.parts.head_token_ids[logits.argmax(-1)]
-            right = (best == batch.tokens[..., 1:]) & batch.inside[..., 1:]
+            inside = batch.inside[..., 1:]
+            sums.loss.append(forward_kl(target, self.corrected(batch, hidden, logits))[inside])
+            drafts = self.drafts(hidden, logits, batch.tokens[..., 0])
+            right = (drafts == batch.tokens[..., 1:]) & inside
             sums.runs.append(right.long().cumprod(-1).sum(-1).flatten())
             sums.first.append(right[..., 0].flatten())
         loss, runs, first = (torch.cat(values).float().mean().item() for values in vars(sums).values())
         return {"loss": loss, "tau_J0": 1 + runs, "top1_first": first}
+
+
+def make_correction(config: DraftConfig, hf_config: Any, draft_vocab_size: int) -> LogitCorrection | None:
+    """The head of DSpark or Domino; None for the other modes."""
+    if config.mode == "dspark":
+        return MarkovCorrection(hf_config.vocab_size, draft_vocab_size, config.correction_rank)
+    if config.mode == "domino":
+        return GruCorrection(hf_config.hidden_size, draft_vocab_size, config.gru_size, config.correction_rank)
+    return None
+
+
+def load_backbone(model: DraftModel, path: str) -> None:
+    """Start from earlier weights, of the same method or of the parallel model alone."""
+    missing, unexpected = model.load_state_dict(load_file(path), strict=False)
+    missing = [name for name in missing if not name.startswith("correction.")]
+    if missing or unexpected:
+        raise ValueError(f"{path} does not fit: missing {missing}, unexpected {unexpected}")
 
 
 def mask_token_id(hf_config: object) -> int:

@@ -44,6 +44,8 @@ class Objective(Protocol):
     """A network with its loss; also an ``nn.Module`` whose only parameters are the network's."""
 
     model: nn.Module
+    progress: float
+    """Share of the run that is done; the trainer keeps it."""
 
     def make(self, batch: BlockBatch, gen: torch.Generator) -> Any:
         """Add what is random to a batch, on the CPU."""
@@ -164,6 +166,7 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * learning_rate_factor(step, config)
+        self.objective.progress = step / config.steps
         seen: dict[str, float] = {}
         good = True
         for micro in range(config.accumulate):
