@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
 
 def add_train(subcommands: Subcommands) -> None:
     """``jetspecpp train``: the recipe's steps over one work folder."""
-    from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig
+    from vllm_jetspecpp.training.config import AdapterConfig, DecoderConfig, DraftConfig
 
     parser = subcommands.add_parser("train", help="train a draft model and an adapter on the target's answers")
     steps = parser.add_subparsers(required=True, metavar="step")
@@ -79,8 +79,13 @@ def add_train(subcommands: Subcommands) -> None:
     states.add_argument("--max-length", type=int, default=640, help="longer sequences are cut (default: %(default)s)")
     states.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="every n-th batch from the i-th on")
     states.add_argument("--tokens-only", action="store_true", help="for training with --live-states: no states on disk")
-    for part, config in (("draft", DraftConfig), ("adapter", AdapterConfig)):
-        step = steps.add_parser(part, parents=[common], help=f"step 2: the {part}; both can run at once")
+    parts = {
+        "draft": (DraftConfig, "step 2: the draft model; it and the adapter can be trained at once"),
+        "adapter": (AdapterConfig, "step 2: the adapter"),
+        "decoder": (DecoderConfig, "for comparison: a copy of the decoder, fine-tuned over the adapter's predictions"),
+    }
+    for part, (config, text) in parts.items():
+        step = steps.add_parser(part, parents=[common], help=text)
         add_options(step, config)
         step.add_argument("--threads", type=int, default=1, help="processor cores (default: %(default)s)")
         step.set_defaults(config=config)

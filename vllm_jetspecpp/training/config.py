@@ -133,3 +133,10 @@ class AdapterConfig(TrainConfig):
         super().__post_init__()
         if not 0 <= self.draft_share <= 1:
             raise ValueError(f"draft_share must lie in 0..1, got {self.draft_share}")
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TrainConfig):
+    """A decoder that learns, which is only measured, never served."""
+
+    loss: str = option("cross_entropy", "to the target's likeliest token (the paper's), or a KL", choices=LOSSES)

@@ -23,7 +23,7 @@ from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.rival_checkpoint import RivalParts, save_rival
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetWeights, load_target_config, resolve_folder
-from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
+from vllm_jetspecpp.training.config import AdapterConfig, DecoderConfig, DraftConfig, TrainConfig
 from vllm_jetspecpp.training.regenerate import read_sequences
 from vllm_jetspecpp.training.setup import Setup, default_taps, prepare, shortlist
 from vllm_jetspecpp.training.target_states import (
@@ -38,6 +38,7 @@ from vllm_jetspecpp.training.target_states import (
 )
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
 from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective, save_small_model
+from vllm_jetspecpp.training.train_decoder import DecoderObjective
 from vllm_jetspecpp.training.train_draft import DraftObjective, make_correction, mask_token_id
 from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
 
@@ -100,7 +101,7 @@ def states(target: str, work: Path, sizes: Sizes, shard: tuple[int, int] = (0, 1
 
 
 def train_part(part: str, target: str, work: Path, sizes: Sizes, config: TrainConfig) -> None:
-    """Step 2: train ``draft`` or ``adapter``, or go on with it; weights and record land in ``work`` when it is done."""
+    """Step 2: train a part, or go on with it; weights and record land in ``work`` when it is done."""
     accelerator = make_accelerator(config, work / part)
     sequences = open_sequences(work / "states")
     info = sizes.info(target, work)
@@ -142,6 +143,8 @@ def _objective(part: str, target: str, work: Path, setup: Setup, source: StateSo
     if isinstance(config, DraftConfig):
         objective = AutoregressiveObjective if config.mode == "ssd" else DraftObjective
         return objective(setup, source, config)
+    if isinstance(config, DecoderConfig):
+        return DecoderObjective(setup, source, config, work / "adapter.safetensors")
     assert isinstance(config, AdapterConfig)
     drafter = None
     if config.draft_share:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm_jetspecpp.models.adapter import Adapter
 from vllm_jetspecpp.models.attention import KeysValues
+from vllm_jetspecpp.models.decoder import Decoder
 from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
 from vllm_jetspecpp.training.blocks import BlockBatch, held_out_batches, noise_tokens
 from vllm_jetspecpp.training.config import AdapterConfig
@@ -99,28 +100,32 @@ class AdapterObjective(nn.Module):
         noise = noise_tokens(batch, gen).to(self.setup.device) if drafted else None
         return AdapterBatch(batch.to(self.setup.device), noise)
 
-    def decoder_context(self, batch: BlockBatch) -> list[list[KeysValues]]:
+    def decoder_context(self, batch: BlockBatch, decoder: Decoder) -> list[list[KeysValues]]:
         """Keys and values of the decoder's layers over the true context."""
         n, length = batch.sequence.shape
         rope = self.setup.rope(batch.context_positions)
         causal = torch.ones(length, length, dtype=torch.bool, device=self.setup.device).tril().expand(n, -1, -1)
         x, context = batch.context.to(self.setup.dtype).chunk(self.num_taps, dim=-1)[-1], []
-        for layer in self.setup.parts.decoder.layers:
+        for layer in decoder.layers:
             x, own = layer(x, rope, [], causal)
             context.append([own])
         return context
 
-    def predict(self, batch: BlockBatch) -> tuple[Tensor, Tensor]:
-        """Adapter and decoder over the blocks: states [N, A, T, taps * hidden] and logits [N, A, T, draft_vocab]."""
+    def predict(self, batch: BlockBatch, decoder: Decoder | None = None) -> tuple[Tensor, Tensor]:
+        """Adapter and decoder over the blocks: states [N, A, T, taps * hidden] and logits [N, A, T, draft_vocab].
+
+        Args:
+            decoder: one that learns; None is the target's own, frozen.
+        """
         n, a, t = batch.tokens.shape
-        setup = self.setup
+        setup, used = self.setup, decoder or self.setup.parts.decoder
         known = self.model.context_keys_values(batch.context.to(setup.dtype), setup.rope(batch.context_positions))
         rope, mask = setup.rope(batch.positions), batch.mask()
         states = self.model(setup.parts.embed(batch.tokens.flatten(1)), rope, [[kv] for kv in known], mask)
-        with torch.no_grad():
-            above = self.decoder_context(batch)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and decoder is not None):
+            above = self.decoder_context(batch, used)
         deepest = states.chunk(self.num_taps, dim=-1)[-1]
-        hidden, _ = setup.parts.decoder(deepest, rope, above, mask)
+        hidden, _ = used(deepest, rope, above, mask)
         return states.view(n, a, t, -1), setup.parts.logits(hidden.view(n, a, t, -1))
 
     def forward(self, made: AdapterBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -149,12 +154,12 @@ class AdapterObjective(nn.Module):
         return batch.with_blocks(tokens, states.view(*shape, -1), final.view(*shape, -1))
 
     @torch.no_grad()
-    def validate(self) -> dict[str, float]:
+    def validate(self, decoder: Decoder | None = None) -> dict[str, float]:
         """Top-1 agreement of the decoder with the target and its KL, over blocks of true tokens."""
         agree, kl = [], []
         for held_out in self._held_out:
             batch = held_out.to(self.setup.device)
-            _, logits = self.predict(batch)
+            _, logits = self.predict(batch, decoder)
             target = self.setup.target_logits(batch.final)
             agree.append((logits.argmax(-1) == target.argmax(-1))[batch.inside])
             kl.append(forward_kl(target, logits)[batch.inside])
