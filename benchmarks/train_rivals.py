@@ -5,7 +5,7 @@
     python benchmarks/train_rivals.py dflash jetspec dspark domino ssd --work WORK --initialise WORK/draft.safetensors
     python benchmarks/train_rivals.py --ablations --work WORK
 
-WORK is a folder that ``jetspecpp regenerate`` and ``jetspecpp train states`` have filled (docs/training.md). Every model
+WORK is a folder that ``jetspecpp regenerate`` and ``jetspecpp train states`` have filled (docs/training.md). A model
 goes to ``--out`` (``.cache/rivals``), in its method's own format. A model that is there already is not trained again,
 and a run that was stopped goes on.
 """
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".cache/rivals"))
     parser.add_argument("--initialise", default="target", help="weights that all rivals but ssd start from")
     parser.add_argument("--steps", type=int, default=1200, help="of a rival (default: %(default)s)")
-    parser.add_argument("--ablation-steps", type=int, default=600, help="of an ablation (default: %(default)s)")
+    parser.add_argument("--ablation-steps", type=int, default=400, help="of an ablation (default: %(default)s)")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in args.methods:

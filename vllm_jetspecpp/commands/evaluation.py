@@ -55,7 +55,7 @@ def add_eval(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--method",
         default="jetspecpp",
-        help="jetspecpp, dflash, jetspec, dspark, domino, ssd, ngram or plain (default: %(default)s)",
+        help="jetspecpp, dflash, jetspec, dspark, domino, ssd, ngram, plain or draft-only (default: %(default)s)",
     )
     parser.add_argument(
         "--bench", required=True, help="gsm8k, math500, aime25, humaneval, mbpp, livecodebench, mtbench"

@@ -117,24 +117,23 @@ class Bench:
                 counted = answer.tokens[answer.prompt_length :][: answer.counted]
                 tally.generations.append(Generation(counted, rounds))
             else:
-                states, choices = self.states(answer, tuple(engine.target_layer_ids))
-                observer = AnswerObserver(engine, tally, choices) if isinstance(engine, ReplayEngine) else None
+                taps, observer = tuple(engine.target_layer_ids), None
+                states = torch.empty(len(answer.tokens), 0)
+                if taps:
+                    states, logits = self.forward(answer, taps)
+                if isinstance(engine, ReplayEngine):
+                    observer = AnswerObserver(engine, tally, logits.argmax(-1))
                 tally.generations.append(follow(engine, answer.tokens, states, **span, on_round=observer))
             self._progress(tally, number, len(answers), answer.id, start)
         return tally
 
     @torch.inference_mode()
-    def states(self, answer: Answer, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """True states [length, num_taps * hidden] of an answer's tokens, and the target's choice after each, [length].
-
-        Methods that tap no layer need neither.
-        """
-        if not taps:
-            return torch.empty(len(answer.tokens), 0), torch.empty(0)
+    def forward(self, answer: Answer, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """True states [length, num_taps * hidden] of an answer's tokens, and the target's logits [length, vocab]."""
         self.target.reset()
         self.target.target_layer_ids = list(taps)
         logits, states = self.target.forward(answer.tokens)
-        return states, logits.argmax(-1)
+        return states, logits
 
     def _progress(self, tally: Tally, number: int, total: int, name: str, start: float) -> None:
         left = (time.monotonic() - start) / number * (total - number) / 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_choice
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, read_laws
@@ -19,7 +19,9 @@ from vllm_jetspecpp.models.networks import Networks, load_networks
 
 JETSPECPP, SSD = "jetspecpp", "ssd"
 PARALLEL = ("dflash", "jetspec", "dspark", "domino")
-METHODS = ("plain", "ngram", *PARALLEL, SSD, JETSPECPP)
+DRAFT_ONLY = "draft-only"
+"""Any parallel draft model by itself, ours too: J passes from true states, no context refresh."""
+METHODS = ("plain", "ngram", *PARALLEL, SSD, JETSPECPP, DRAFT_ONLY)
 DTYPES = ("float32", "bfloat16")
 LONGEST_BLOCK = 64
 RIVALS = Path(".cache/rivals")
@@ -29,7 +31,7 @@ def default_checkpoint(method: str, ours: Path) -> Path | None:
     """Where a method's weights are looked for: ``ours``, or a folder of its name below ``.cache/rivals``."""
     if method in ("plain", "ngram"):
         return None
-    return ours if method == JETSPECPP else RIVALS / method
+    return ours if method in (JETSPECPP, DRAFT_ONLY) else RIVALS / method
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class EvalConfig:
         check_choice("method", self.method, METHODS)
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+
+
+Replay = TypeVar("Replay", bound=ReplayEngine)
 
 
 class Engines:
@@ -103,7 +108,7 @@ class Engines:
                 f"`python benchmarks/train_rivals.py {config.method}`, or name another with --checkpoint"
             )
         if config.method == JETSPECPP:
-            return self._jetspecpp(config)
+            return self.jetspecpp(config)
         if config.method == SSD:
             budget = config.round.num_outcomes
             after_hit, after_miss = (integer_fan_out(law, count, budget) for law in read_laws(folder))
@@ -111,14 +116,15 @@ class Engines:
             return AutoregressiveEngine(folder, vocab, count, after_hit, after_miss, device=config.device)
         passes = config.round.jacobi_passes
         engine = ParallelEngine(folder, self.target, count, passes, self.max_length, device=config.device)
-        if engine.info.method != config.method:
+        if config.method not in (engine.info.method, DRAFT_ONLY):
             raise ValueError(f"{folder} holds a draft model of {engine.info.method!r}, not of {config.method!r}")
         return engine
 
-    def _jetspecpp(self, config: EvalConfig) -> ReplayEngine:
+    def jetspecpp(self, config: EvalConfig, kind: type[Replay] = ReplayEngine) -> Replay:  # type: ignore[assignment]
+        """The method's own engine, or a kind of it that shows more."""
         nets, info = self.networks(config)
         calibration = load_calibration(info.folder, config.round.num_draft_tokens)
-        engine = ReplayEngine.from_networks(self._engine_config(config, config.round), nets, calibration)
+        engine = kind.from_networks(self._engine_config(config, config.round), nets, calibration)
         engine.drafts_from = config.states
         engine.target_layer_ids = info.target_layer_ids
         return engine
