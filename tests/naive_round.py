@@ -43,19 +43,25 @@ def append(a: KV | None, b: KV) -> KV:
 
 
 def run_layer(
-    layer: TransformerLayer, x: Tensor, positions: list[int], context: KV | None, nets: Networks
+    layer: TransformerLayer,
+    x: Tensor,
+    positions: list[int],
+    context: KV | None,
+    nets: Networks,
+    beside: KV | None = None,
 ) -> tuple[Tensor, KV]:
-    """``x`` [length, hidden]; every position sees the context and the block up to itself."""
+    """``x`` [length, hidden]; a position sees the context, the block up to itself, and what stands beside before it."""
     attention, seen, own, out = layer.self_attn, context, None, []
     group = attention.num_heads // attention.num_kv_heads
-    for row, position in zip(x, positions, strict=True):
+    for index, (row, position) in enumerate(zip(x, positions, strict=True)):
         normed = rms(row, layer.input_layernorm)
         new = key_value(layer, normed, position, nets)
         seen, own = append(seen, new), append(own, new)
         query = rotated(rms(attention.q_proj(normed).view(attention.num_heads, -1), attention.q_norm), position, nets)
+        visible = seen if beside is None else append(seen, (beside[0][:index], beside[1][:index]))
         heads = []
         for head in range(attention.num_heads):
-            keys, values = seen[0][:, head // group], seen[1][:, head // group]
+            keys, values = visible[0][:, head // group], visible[1][:, head // group]
             heads.append((keys @ query[head] / attention.head_dim**0.5).softmax(0) @ values)
         hidden = row + attention.o_proj(torch.cat(heads))
         normed = rms(hidden, layer.post_attention_layernorm)
@@ -130,12 +136,15 @@ def simulate(
     return logits.log_softmax(-1), NaiveContext(*states_context(nets, states, positions), decoder)
 
 
-def draft(nets: Networks, block: list[int], position: int, context: NaiveContext) -> list[int]:
-    """One pass: the anchor and a new token for every other position."""
+def draft(
+    nets: Networks, block: list[int], position: int, context: NaiveContext, beside: NaiveContext | None = None
+) -> list[int]:
+    """One pass: the anchor and a new token for every other position; each also sees ``beside`` before its own place."""
     x = nets.target.embedding[block]
     positions = list(range(position, position + len(block)))
-    for layer, seen in zip(nets.draft_model.layers, context.draft, strict=True):
-        x, _ = run_layer(layer, x, positions, seen, nets)
+    own_states = beside.draft if beside else [None] * len(context.draft)
+    for layer, seen, refreshed in zip(nets.draft_model.layers, context.draft, own_states, strict=True):
+        x, _ = run_layer(layer, x, positions, seen, nets, refreshed)
     rows = (rms(x, nets.draft_model.norm) @ nets.target.head.T).argmax(-1)
     return [block[0], *nets.target.head_token_ids[rows][1:].tolist()]
 
@@ -196,15 +205,19 @@ class NaiveRound:
         """Draft and refinement of the block whose anchor ends ``sequence``."""
         start, fixed = len(sequence) - 1, 0
         block = draft(self.nets, self.noised(sequence), start, context)
-        reads = context
+        reads, beside = context, None
         for iteration in range(1, passes + 1):
             if iteration <= refreshes:
                 positions = list(range(start, start + len(block)))
                 log_probs, refreshed = simulate(self.nets, block, positions, context)
+                if not self.config.anchor_replacement:
+                    beside = refreshed
+                    block = draft(self.nets, block, start, context, beside)
+                    continue
                 likeliest = self.nets.target.head_token_ids[log_probs.argmax(-1)].tolist()
                 first = next((i for i in range(fixed + 1, len(block)) if likeliest[i - 1] != block[i]), len(block) - 1)
                 if first > fixed:
                     block, fixed = [*block[:first], likeliest[first - 1], *block[first + 1 :]], first
                 reads = context.plus(refreshed, fixed)
-            block[fixed:] = draft(self.nets, block[fixed:], start + fixed, reads)
+            block[fixed:] = draft(self.nets, block[fixed:], start + fixed, reads, beside)
         return block[1:]

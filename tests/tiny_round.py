@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,32 @@ def make_tiny(family: str, folder: Path) -> Tiny:
 def random_tokens(count: int, seed: int, vocab: int = 128) -> list[int]:
     """Token ids from a fixed seed."""
     return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def third_token_distribution(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
+    """Σ p(t₁) p(t₂ | t₁) p(· | t₁ t₂) over all pairs, [128] float64: all 16,384 continuations, in batches."""
+    vocab = torch.arange(128)
+    start = torch.tensor(prompt)
+
+    def after(suffixes: torch.Tensor) -> torch.Tensor:
+        tokens = torch.cat([start.expand(len(suffixes), -1), suffixes], dim=1)
+        logits = [tiny.model(part).logits[:, -1] for part in tokens.split(2048)]
+        return torch.cat(logits).double().softmax(-1)
+
+    first = after(torch.zeros(1, 0, dtype=torch.int64))[0]
+    second = after(vocab[:, None])
+    third = after(torch.cartesian_prod(vocab, vocab)).view(128, 128, 128)
+    return torch.einsum("a,ab,abc->c", first, second, third)
+
+
+def follows_the_target(tiny: Tiny, prompt: list[int], seen: Counter[int], count: int) -> bool:
+    """Chi-square test of third tokens ``seen`` after ``prompt`` against the exact distribution. False alarm: .001."""
+    from scipy.stats import chisquare
+
+    third = third_token_distribution(tiny, prompt)
+    order = third.argsort(descending=True)
+    groups = order.split([1] * 8 + [8] * 5 + [128 - 48])  # rare tokens together, or their expected counts are too small
+    observed = [sum(seen[int(t)] for t in group) for group in groups]
+    expected = torch.tensor([float(third[group].sum()) for group in groups], dtype=torch.float64)
+    return bool(chisquare(observed, (expected / expected.sum() * count).numpy()).pvalue > 0.001)

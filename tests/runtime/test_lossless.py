@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.tiny_round import Tiny, random_tokens
+from tests.tiny_round import Tiny, follows_the_target, random_tokens
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.models.calibration import Calibration
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
@@ -32,28 +32,9 @@ def test_more_outcomes_hit_more_often(tiny: Tiny) -> None:
     assert rates[1] > rates[0] and rates[1] > 0.1
 
 
-@torch.inference_mode()
-def third_token_distribution(tiny: Tiny, prompt: list[int]) -> torch.Tensor:
-    """Σ p(t₁) p(t₂ | t₁) p(· | t₁ t₂) over all pairs, [128] float64: all 16,384 continuations, in batches."""
-    vocab = torch.arange(128)
-    start = torch.tensor(prompt)
-
-    def after(suffixes: torch.Tensor) -> torch.Tensor:
-        tokens = torch.cat([start.expand(len(suffixes), -1), suffixes], dim=1)
-        logits = [tiny.model(part).logits[:, -1] for part in tokens.split(2048)]
-        return torch.cat(logits).double().softmax(-1)
-
-    first = after(torch.zeros(1, 0, dtype=torch.int64))[0]
-    second = after(vocab[:, None])
-    third = after(torch.cartesian_prod(vocab, vocab)).view(128, 128, 128)
-    return torch.einsum("a,ab,abc->c", first, second, third)
-
-
 @pytest.mark.parametrize("rule", ["uncalibrated", "calibrated"])
 def test_temperature_one_follows_the_target(tiny: Tiny, rule: str) -> None:
     """The third token, after one or two rounds with hits among them, over many seeds. False alarm: .001."""
-    from scipy.stats import chisquare
-
     prompt, count = random_tokens(6, seed=2), 300
     config = tiny.config(RoundConfig(2, 8, 0, 0, rule))
     calibration = Calibration(2, (0.2, 0.5, 0.5, -0.2, -0.1, 0.0), 1.2, -7.0, 0.9)
@@ -65,9 +46,4 @@ def test_temperature_one_follows_the_target(tiny: Tiny, rule: str) -> None:
         seen[result.tokens[2]] += 1
         origins.update(origin for origin, _ in result.rounds)
     assert origins[Origin.HIT] > 10
-    third = third_token_distribution(tiny, prompt)
-    order = third.argsort(descending=True)
-    groups = order.split([1] * 8 + [8] * 5 + [128 - 48])  # rare tokens together, or their expected counts are too small
-    observed = [sum(seen[int(t)] for t in group) for group in groups]
-    expected = torch.tensor([float(third[group].sum()) for group in groups], dtype=torch.float64)
-    assert chisquare(observed, (expected / expected.sum() * count).numpy()).pvalue > 0.001
+    assert follows_the_target(tiny, prompt, seen, count)

@@ -25,10 +25,14 @@ def cached(engine: DraftEngine, slot: int) -> dict[Outcome, tuple[int, ...]]:
     return {outcome: block.tokens for outcome, block in engine.cache._slots[slot].blocks.items()}
 
 
-@pytest.mark.parametrize("shape", ROUNDS, ids=str)
-def test_round_equals_plain_reference(tiny: Tiny, shape: tuple[int, int, int, int]) -> None:
-    """First block and every pre-drafted block, for any γ, B, J, R."""
-    config = RoundConfig(*shape, fallback_passes=shape[2], fallback_refreshes=shape[3])
+@pytest.mark.parametrize(
+    ("shape", "replacement"),
+    [*((shape, True) for shape in ROUNDS), ((7, 4, 1, 1), False), ((5, 3, 3, 2), False)],
+    ids=str,
+)
+def test_round_equals_plain_reference(tiny: Tiny, shape: tuple[int, int, int, int], replacement: bool) -> None:
+    """First block and every pre-drafted block, for any γ, B, J, R, with anchor replacement and without."""
+    config = RoundConfig(*shape, fallback_passes=shape[2], fallback_refreshes=shape[3], anchor_replacement=replacement)
     engine = tiny.engine(config)
     tokens = random_tokens(20, seed=sum(shape))
     states = tiny.states(tokens[:-1])
