@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_training import SIZES, make_training_data
+from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine
+from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe
 from vllm_jetspecpp.training.blocks import BlockBatch, Shuffle, make_batch, noise_tokens
-from vllm_jetspecpp.training.config import AdapterConfig, DraftConfig, TrainConfig
+from vllm_jetspecpp.training.config import AdapterConfig, DecoderConfig, DraftConfig, TrainConfig
 from vllm_jetspecpp.training.losses import DISTANCES, masked_mean, state_loss
 from vllm_jetspecpp.training.prefix_schedule import clean_prefix_lengths
 from vllm_jetspecpp.training.regenerate import read_sequences
@@ -32,6 +34,7 @@ from vllm_jetspecpp.training.target_states import (
     prepare_cache,
 )
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter, source_layers
+from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective
 from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
 from vllm_jetspecpp.training.trainer import Progress, learning_rate_factor
 
@@ -331,15 +334,112 @@ def test_recipe_trains_and_packs(work: Path) -> None:
         assert (info.block_size, info.draft_vocab_size, info.num_draft_layers) == (4, 64, 1)
 
 
+def train_rival(work: Path, mode: str, steps: int = 2, **options: Any) -> tuple[Path, list[dict[str, float]]]:
+    """A rival trained in a folder of its own beside ``work`` and packed; its folder and record."""
+    rival = work.parent / f"rival-{mode}-{len(options)}-{steps}"
+    shutil.copytree(work, rival, ignore=shutil.ignore_patterns("draft*", "bf16", "int8", "adapter*"))
+    config = replace(CONFIGS["draft"], steps=steps, mode=mode, **options)
+    recipe.train_part("draft", str(work / "target"), rival, SIZES, config)
+    recipe.pack(str(work / "target"), "tiny", rival, rival / "packed", SIZES)
+    return rival / "packed", recipe.read_run(rival, "draft")["record"]
+
+
 def test_rivals_pack_as_what_they_are(work: Path) -> None:
     """A DFlash draft model says that it is not causal and which token masks; the method refuses to serve it."""
-    target = str(work / "target")
-    config = replace(CONFIGS["draft"], steps=1, mode="dflash")
-    shutil.copytree(work, work.parent / "rival", ignore=shutil.ignore_patterns("draft*"), dirs_exist_ok=True)
-    rival = work.parent / "rival"
-    recipe.train_part("draft", target, rival, SIZES, config)
-    recipe.pack(target, "tiny", rival, rival / "dflash", SIZES)
-    said = json.loads((rival / "dflash/config.json").read_text())
+    packed, _ = train_rival(work, "dflash", 1)
+    said = json.loads((packed / "config.json").read_text())
     assert said["dflash_config"]["causal"] is False and said["dflash_config"]["mask_token_id"] == 127
     with pytest.raises(ValueError, match=r"manifest.json is missing"):
-        check_checkpoint(rival / "dflash", load_target_config(Path(target)))
+        check_checkpoint(packed, load_target_config(work / "target"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("dflash", {}),
+        ("jetspec", {}),
+        ("dspark", {"correction_rank": 4}),
+        ("domino", {"correction_rank": 4, "gru_size": 8}),
+        ("jetspecpp", {"attention": "block", "inputs": "mask", "clean_prefix": True}),
+    ],
+)
+def test_rivals_learn_and_their_engine_drafts_what_training_saw(work: Path, mode: str, options: dict[str, Any]) -> None:
+    """After a few steps the loss is lower, and on held-out blocks the engine drafts the objective's own tokens."""
+    target = work / "target"
+    packed, record = train_rival(work, mode, 30, **options)
+    assert record[-1]["loss"] < record[0]["loss"]
+    config = replace(CONFIGS["draft"], mode=mode, initialise=str(packed.parent / "draft.safetensors"), **options)
+    source = open_cache(work / "states")
+    info = SIZES.info(str(target), packed)
+    ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    setup = prepare(str(target), source.sequences, info, ids, 8, torch.device("cpu"), torch.float32)
+    objective = DraftObjective(setup, source, config)
+    objective.model.to(torch.bfloat16).to(torch.float32)  # packed weights are bfloat16
+    batch = make_batch(source, setup.held_out[:4], 3, SIZES.block_size, torch.Generator().manual_seed(0))
+    inputs = torch.full_like(batch.tokens, 127)
+    inputs[..., 0] = batch.tokens[..., 0]
+    engine = ParallelEngine(packed, target, SIZES.block_size - 1, 0, 256, torch.float32)
+    with torch.inference_mode():
+        hidden = objective.hidden(batch, inputs)
+        expected = objective.drafts(hidden, setup.parts.logits(hidden), batch.tokens[..., 0])
+        for n, a in itertools.product(range(4), range(3)):
+            at = int(batch.anchors[n, a])
+            engine.reset()
+            engine.tokens = batch.sequence[n, : at + 1].tolist()
+            engine.commit(0, batch.context[n, :at].float())
+            assert list(engine.draft()) == expected[n, a].tolist()
+
+
+def test_small_autoregressive_model_is_a_hugging_face_folder(work: Path) -> None:
+    """SSD's draft model: the library loads it, and its next token is the trained objective's."""
+    packed, record = train_rival(work, "ssd", 20)
+    assert record[-1]["loss"] < record[0]["loss"]
+    engine = AutoregressiveEngine(packed, 128, 3, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+    assert engine.model.config.num_hidden_layers == SIZES.num_draft_layers
+    source, target = open_cache(work / "states"), str(work / "target")
+    ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    setup = prepare(target, source.sequences, SIZES.info(target, packed), ids, 8, torch.device("cpu"), torch.float32)
+    setup.parts.embedding = setup.parts.embedding.bfloat16().float()  # all that is packed is
+    setup.parts.head = setup.parts.head.bfloat16().float()
+    weights = str(packed.parent / "draft.safetensors")
+    objective = AutoregressiveObjective(setup, source, replace(CONFIGS["draft"], mode="ssd", initialise=weights))
+    objective.model.to(torch.bfloat16).to(torch.float32)
+    batch = make_batch(source, setup.held_out[:2], 2, SIZES.block_size, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = objective.logits(batch)
+        for n, a in itertools.product(range(2), range(2)):
+            at = int(batch.anchors[n, a])
+            own = engine.logits(batch.sequence[n, : at + 1].tolist())[-1]
+            torch.testing.assert_close(logits[n, a, 0], own[ids], atol=1e-4, rtol=1e-4)
+
+
+def test_decoder_learns_over_the_adapters_predictions(work: Path) -> None:
+    """Its loss falls while the adapter stays as it is."""
+    target = str(work / "target")
+    if not (work / "adapter.safetensors").is_file():
+        recipe.train_part("adapter", target, work, SIZES, CONFIGS["adapter"])
+    before = load_file(work / "adapter.safetensors")
+    config = DecoderConfig(steps=30, learning_rate=3e-3, loss="forward_kl", **OPTIONS)
+    recipe.train_part("decoder", target, work, SIZES, config)
+    first, last = recipe.read_run(work, "decoder")["record"]
+    assert last["kl"] < first["kl"]
+    after = load_file(work / "adapter.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_dominos_curriculum_starts_with_the_parallel_model(work: Path) -> None:
+    """At the start of a run the correction has no gradient, at its end it has."""
+    source, target = open_cache(work / "states"), str(work / "target")
+    ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    setup = prepare(target, source.sequences, SIZES.info(target, work), ids, 8, torch.device("cpu"), torch.float32)
+    objective = DraftObjective(setup, source, replace(CONFIGS["draft"], mode="domino", correction_rank=4, gru_size=8))
+    gen = torch.Generator().manual_seed(0)
+    made = objective.make(make_batch(source, [0, 1], 2, SIZES.block_size, gen), gen)
+    norms = []
+    for progress in (0.0, 0.5, 1.0):
+        objective.zero_grad()
+        objective.progress = progress
+        objective(made)[0].backward()
+        grads = [p.grad for p in objective.model.correction.parameters() if p.grad is not None]
+        norms.append(sum(float(g.norm()) for g in grads))
+    assert norms[0] == 0 < norms[1] < norms[2]
