@@ -44,7 +44,12 @@ class Places:
 
     target: str
     checkpoint: str
-    rivals: Path
+    rivals: tuple[Path, ...]
+    """Folders of rivals and ablations."""
+
+    def find(self, name: str) -> Path | None:
+        """Folder or file of a rival's name, the first there is."""
+        return next((path for folder in self.rivals if (path := folder / name).exists()), None)
 
 
 def settings(label: str, places: Places, budget: int) -> EvalConfig | None:
@@ -54,11 +59,12 @@ def settings(label: str, places: Places, budget: int) -> EvalConfig | None:
     name, _, states = label.partition(", ")
     passes = PASSES.get(name.removesuffix(NO_REPLACEMENT).rpartition(": ")[2])
     if passes is None:
-        checkpoint = str(places.rivals / label)
-        config = replace(
-            ours, method=label, checkpoint=checkpoint, round=replace(shape, jacobi_passes=0, context_refreshes=0)
+        folder = places.find(label)
+        if folder is None and label != "ngram":
+            return None
+        return replace(
+            ours, method=label, checkpoint=str(folder), round=replace(shape, jacobi_passes=0, context_refreshes=0)
         )
-        return config if label == "ngram" or (places.rivals / label / "config.json").is_file() else None
     shape = replace(
         shape,
         jacobi_passes=passes[0],
@@ -68,9 +74,8 @@ def settings(label: str, places: Places, budget: int) -> EvalConfig | None:
     model, colon, _ = name.rpartition(": ")
     if not colon:
         return replace(ours, round=shape, states=states or "predicted")
-    folder = places.checkpoint if model == "jetspecpp" else str(places.rivals / model)
-    config = replace(ours, round=shape, method="draft-only", checkpoint=folder)
-    return config if (Path(folder) / "config.json").is_file() else None
+    folder = Path(places.checkpoint) if model == "jetspecpp" else places.find(model)
+    return replace(ours, round=shape, method="draft-only", checkpoint=str(folder)) if folder else None
 
 
 def table_cells(quick: bool) -> list[Cell]:

@@ -71,7 +71,8 @@ def run_cells(bench: Any, places: Places, results: Results, args: argparse.Names
         left = (time.monotonic() - began) / done * (len(mine) - number) / 60
         print(f"{number}/{len(mine)} {cell.key}: tau {figures['tau']:.3f}; at most {left:.0f} min left", flush=True)
     if missing:
-        print(f"left out, no model in {places.rivals}: {', '.join(sorted(missing))}", flush=True)
+        where = " or ".join(map(str, places.rivals))
+        print(f"left out, no model in {where}: {', '.join(sorted(missing))}", flush=True)
 
 
 def run_replays(bench: Any, places: Places, results: Results, args: argparse.Namespace) -> None:
@@ -121,9 +122,9 @@ def load_decoders(nets: Any, places: Places) -> dict[str, Any]:
 
     from safetensors.torch import load_file
 
-    path = places.rivals / "decoder.safetensors"
-    if not path.is_file():
-        print(f"left out, no {path}: the fine-tuned decoder", flush=True)
+    path = places.find("decoder.safetensors")
+    if path is None:
+        print("left out, no decoder.safetensors beside the rivals: the fine-tuned decoder", flush=True)
         return {}
     decoder = deepcopy(nets.target.decoder)
     decoder.load_state_dict(load_file(path))
@@ -138,7 +139,7 @@ def main() -> None:
         "--target", default=None, help="default: $JETSPECPP_DEMO_TARGET or the demo's, made on first use"
     )
     parser.add_argument("--checkpoint", default="checkpoints/smollm2-135m-instruct")
-    parser.add_argument("--rivals", type=Path, default=Path(".cache/rivals"))
+    parser.add_argument("--rivals", type=Path, nargs="*", default=[Path("checkpoints/rivals"), Path(".cache/rivals")])
     parser.add_argument(
         "--out", type=Path, default=None, help="default: benchmarks/results/paper, or .cache/paper-quick"
     )
@@ -164,7 +165,7 @@ def main() -> None:
 
     deadline = time.monotonic() + 480 if args.quick else float("inf")
     torch.set_num_threads(1)
-    places = Places(eval_target(args), args.checkpoint, args.rivals)
+    places = Places(eval_target(args), args.checkpoint, tuple(args.rivals))
     results = Results(args.out, args.shard[0])
     config = settings("J1-R1", places, 16)
     assert config is not None

@@ -6,8 +6,9 @@
     python benchmarks/train_rivals.py --ablations --work WORK
 
 WORK is a folder that ``jetspecpp regenerate`` and ``jetspecpp train states`` have filled (docs/training.md). A model
-goes to ``--out`` (``.cache/rivals``), in its method's own format. A model that is there already is not trained again,
-and a run that was stopped goes on.
+goes to ``--out`` (``.cache/rivals``), in its method's own format; the five that come with the repository are small
+differences from its checkpoint (``--out checkpoints/rivals --delta-of checkpoints/smollm2-135m-instruct``). A model
+that is there already is not trained again, and a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def train(name: str, options: list[str], sizes: list[str], args: argparse.Namesp
         start = ["--initialise", args.initialise] if sizes is SIZES["rivals"] else []
         steps = ["--steps", str(args.steps if sizes is SIZES["rivals"] else args.ablation_steps)]
         jetspecpp("train", "draft", args.target, str(work), *sizes, *COMMON, *steps, *start, *options)
-    jetspecpp("train", "pack", args.target, str(work), str(out), *sizes)
+    delta = ["--delta-of", args.delta_of] if args.delta_of else []
+    jetspecpp("train", "pack", args.target, str(work), str(out), *sizes, *delta)
     if name == "ssd":
         fit_fan_out(args.target, out)
 
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--initialise", default="target", help="weights that all rivals but ssd start from")
     parser.add_argument("--steps", type=int, default=1200, help="of a rival (default: %(default)s)")
     parser.add_argument("--ablation-steps", type=int, default=400, help="of an ablation (default: %(default)s)")
+    parser.add_argument("--delta-of", default=None, help="pack small differences from this checkpoint, as shipped")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in args.methods:

@@ -29,8 +29,8 @@ from vllm_jetspecpp.foresight.calibrated_score import (
 )
 from vllm_jetspecpp.foresight.outcome_distribution import outcome_log_probs
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector, select_outcomes
-from vllm_jetspecpp.models.calibration import Calibration, load_calibration, save_calibration
-from vllm_jetspecpp.models.checkpoint import check_manifest, write_json
+from vllm_jetspecpp.models.calibration import Calibration, load_calibration, load_calibrations, save_calibration
+from vllm_jetspecpp.models.checkpoint import check_manifest, read_json, write_json
 
 WEIGHTS = (0.3, 0.6, 0.5, -0.2, -0.4, 0.1)
 W = torch.tensor(WEIGHTS)
@@ -244,6 +244,9 @@ def test_calibration_is_part_of_the_checkpoint(tmp_path: Path) -> None:
     assert [c.num_draft_tokens for c in found if c] == [7, 7, 7, 15, 15]
     assert found[1] == replace(CALIBRATION, num_draft_tokens=7)
     path = folder / "calibration/thresholds.json"
+    save_calibration(folder, [*load_calibrations(folder), replace(CALIBRATION, num_draft_tokens=31)], {"prompts": 3})
+    assert [fit.num_draft_tokens for fit in load_calibrations(folder)] == [7, 15, 31]
+    assert read_json(path)["runs"] == [{}, {"prompts": 3}]
     path.write_text(path.read_text().replace('"beta": 1.4', '"beta": 0.0'))
     with pytest.raises(ValueError, match="beta above 0"):
         load_calibration(folder, 7)

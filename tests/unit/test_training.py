@@ -17,6 +17,8 @@ from tests.tiny_training import SIZES, make_training_data
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine
 from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
+from vllm_jetspecpp.models.rival_checkpoint import load_rival, read_rival
+from vllm_jetspecpp.models.small_model import load_small_model
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.training import recipe
 from vllm_jetspecpp.training.blocks import BlockBatch, Shuffle, make_batch, noise_tokens
@@ -394,7 +396,7 @@ def test_small_autoregressive_model_is_a_hugging_face_folder(work: Path) -> None
     """SSD's draft model: the library loads it, and its next token is the trained objective's."""
     packed, record = train_rival(work, "ssd", 20)
     assert record[-1]["loss"] < record[0]["loss"]
-    engine = AutoregressiveEngine(packed, 128, 3, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+    engine = AutoregressiveEngine(packed, work / "target", 3, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
     assert engine.model.config.num_hidden_layers == SIZES.num_draft_layers
     source, target = open_cache(work / "states"), str(work / "target")
     ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
@@ -411,6 +413,34 @@ def test_small_autoregressive_model_is_a_hugging_face_folder(work: Path) -> None
             at = int(batch.anchors[n, a])
             own = engine.logits(batch.sequence[n, : at + 1].tolist())[-1]
             torch.testing.assert_close(logits[n, a, 0], own[ids], atol=1e-4, rtol=1e-4)
+
+
+def test_rivals_as_differences_from_a_checkpoint(work: Path) -> None:
+    """What is packed with ``delta_of`` is smaller, loads by the same call, and has weights close to the full ones."""
+    target = work / "target"
+    hf_config = load_target_config(target)
+    base, _ = train_rival(work, "jetspec", 3)
+    for mode in ("dspark", "ssd"):
+        full, _ = train_rival(
+            work,
+            mode,
+            4,
+            correction_rank=4,
+            initialise="target" if mode == "ssd" else str(base.parent / "draft.safetensors"),
+        )
+        small = full.parent / "small"
+        recipe.pack(str(target), "tiny", full.parent, small, SIZES, delta_of=base)
+        sizes = [(folder / "model.safetensors").stat().st_size for folder in (full, small)]
+        assert sizes[1] < sizes[0] * 0.6
+        if mode == "ssd":
+            exact, near = (load_small_model(folder, target, torch.float32) for folder in (full, small))
+        else:
+            exact, near = (
+                load_rival(read_rival(folder, hf_config), target, hf_config, torch.float32).draft_model
+                for folder in (full, small)
+            )
+        for (name, a), b in zip(exact.state_dict().items(), near.state_dict().values(), strict=True):
+            assert float((a - b).abs().max()) <= 0.05 * float(a.abs().max()) + 0.02, name
 
 
 def test_decoder_learns_over_the_adapters_predictions(work: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from vllm_jetspecpp.models.weight_delta import decode_deltas, encode_deltas, pack_delta, unpack_delta
 from vllm_jetspecpp.models.weight_files import dequantize_rows, load_weights, quantize_rows, save_weights
 
 
@@ -59,3 +60,32 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     save_file({k: v for k, v in stored.items() if k != "1.bias"}, path)
     with pytest.raises(ValueError, match=r"missing tensors \['1\.bias'\]"):
         load_weights(module(), path)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(3, 8), (5, 7), (1, 1), (40, 33)])
+def test_deltas_in_two_bits(rows: int, columns: int) -> None:
+    """Codes take a quarter of a byte a number, and a normal matrix comes back with the quantiser's own error, .1175."""
+    generator = torch.Generator().manual_seed(rows)
+    delta = torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
+    codes, deviation = pack_delta(delta)
+    assert codes.shape == (rows, -(-columns // 4)) and codes.dtype is torch.uint8
+    back = unpack_delta(codes, deviation, columns)
+    assert back.shape == delta.shape and bool((back.sign() == delta.sign()).all())
+    if rows == 40:
+        error = ((back - delta).square().mean(1) / deviation.square()).mean()
+        assert error == pytest.approx(0.1175, abs=0.02)
+    assert bool((unpack_delta(*pack_delta(torch.zeros(rows, columns)), columns).abs() < 1e-9).all())
+
+
+def test_deltas_of_a_model() -> None:
+    """Matrices with a base become differences, others int8, vectors stay; maps of integers too."""
+    base = {"a": torch.randn(6, 8), "n": torch.ones(8)}
+    tensors = {"a": base["a"] + 0.01, "b": torch.randn(4, 8), "n": torch.full((8,), 2.0), "d2t": torch.arange(5)}
+    stored = encode_deltas(tensors, base)
+    assert set(stored) == {"a_delta", "a_deviation", "b", "b_scale", "n", "d2t"}
+    back = decode_deltas(stored, base)
+    assert set(back) == {"a", "b", "b_scale", "n", "d2t"}
+    torch.testing.assert_close(back["a"], tensors["a"], atol=0.01, rtol=0)
+    assert torch.equal(back["d2t"], tensors["d2t"])
+    with pytest.raises(KeyError):
+        decode_deltas(stored, {})

@@ -18,7 +18,7 @@ from vllm_jetspecpp.evaluation.methods import EvalConfig
 from vllm_jetspecpp.evaluation.provenance import provenance
 from vllm_jetspecpp.evaluation.rounds import Rounds, hit_rates, log_scores, uncalibrated_scores
 from vllm_jetspecpp.evaluation.tally import CACHE_SIZES
-from vllm_jetspecpp.models.calibration import Calibration, save_calibration
+from vllm_jetspecpp.models.calibration import load_calibrations, save_calibration
 
 FOLDS = 4
 
@@ -44,6 +44,8 @@ def calibrate(
 ) -> dict[str, Any]:
     """Fit for each γ and write ``calibration/thresholds.json``; what was found, for people and machines.
 
+    Fits for other γ that are there stay.
+
     Args:
         config: B, J, R and target of the recorded rounds; its γ is replaced.
         coverage: of the conformal threshold.
@@ -52,13 +54,13 @@ def calibrate(
     base = replace(config, round=replace(config.round, selection="uncalibrated"))
     bench = Bench(base)
     answers = bench.answerer(prompts, AnswerConfig(config.max_new_tokens))
-    fits: list[Calibration] = []
-    found: list[dict[str, Any]] = []
+    folder, found = Path(config.checkpoint), list[dict[str, Any]]()
+    fits = [fit for fit in load_calibrations(folder) if fit.num_draft_tokens not in num_draft_tokens]
     for count in num_draft_tokens:
         options: RoundConfig = replace(base.round, num_draft_tokens=count)
         rounds = bench.record(replace(base, round=options), answers)
         fits.append(fit(rounds, coverage))
         found.append({**asdict(fits[-1]), "rounds": len(rounds), "hit_rate": held_out_hit_rates(rounds, coverage)})
-    made = {"prompts": len(prompts), "made_by": provenance(), "found": found}
-    save_calibration(Path(config.checkpoint), fits, made)
-    return made
+    run = {"prompts": len(prompts), "made_by": provenance(), "found": found}
+    save_calibration(folder, fits, run)
+    return run

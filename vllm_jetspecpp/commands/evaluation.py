@@ -63,7 +63,7 @@ def add_eval(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--checkpoint",
         default=None,
-        help=f"default: {DEMO_CHECKPOINT}, and .cache/rivals/METHOD, which benchmarks/train_rivals.py makes",
+        help=f"default: {DEMO_CHECKPOINT}, and for rivals checkpoints/rivals/METHOD",
     )
     add_common_eval(parser)
     add_round_options(parser, 4)

@@ -93,6 +93,9 @@ def add_train(subcommands: Subcommands) -> None:
     pack.add_argument("out", type=Path, help="folder of the checkpoint")
     pack.add_argument("--target-name", default=None, help="the target's name in the manifest")
     pack.add_argument("--weights", choices=["bf16", "int8"], default="bf16", help="default: %(default)s")
+    pack.add_argument(
+        "--delta-of", type=Path, default=None, metavar="CHECKPOINT", help="a rival as small differences from another"
+    )
     for name, step in steps.choices.items():
         step.set_defaults(run=run_train, step=name)
 
@@ -109,7 +112,8 @@ def run_train(args: argparse.Namespace) -> int:
         if not args.tokens_only:
             recipe.states(args.target, args.work, sizes, args.shard)
     elif args.step == "pack":
-        recipe.pack(args.target, args.target_name or Path(args.target).name, args.work, args.out, sizes, args.weights)
+        name = args.target_name or Path(args.target).name
+        recipe.pack(args.target, name, args.work, args.out, sizes, args.weights, args.delta_of)
     else:
         torch.set_num_threads(args.threads)
         config = args.config(**{f.name: getattr(args, f.name) for f in fields(args.config)})

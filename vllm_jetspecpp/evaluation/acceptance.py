@@ -20,7 +20,7 @@ from vllm_jetspecpp.evaluation.repetition import RepetitionLoop
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
 from vllm_jetspecpp.evaluation.rounds import Rounds
 from vllm_jetspecpp.evaluation.tally import AnswerObserver, RoundObserver, Tally
-from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
+from vllm_jetspecpp.models.target_parts import resolve_folder
 from vllm_jetspecpp.runtime.offline import Generation, OfflineTarget, follow, generate, generate_plainly
 
 
@@ -40,7 +40,7 @@ class Bench:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
         model = model.to(config.device).eval()
         self.max_length = min(model.config.max_position_embeddings, 4096)
-        self.engines = Engines(folder, load_target_config(folder), self.max_length)
+        self.engines = Engines(folder, self.max_length)
         self.target = OfflineTarget(model, ())
         eos = model.generation_config.eos_token_id
         self.eos = eos[0] if isinstance(eos, list) else eos

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_choice
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, read_laws
@@ -24,11 +24,11 @@ DRAFT_ONLY = "draft-only"
 METHODS = ("plain", "ngram", *PARALLEL, SSD, JETSPECPP, DRAFT_ONLY)
 DTYPES = ("float32", "bfloat16")
 LONGEST_BLOCK = 64
-RIVALS = Path(".cache/rivals")
+RIVALS = Path("checkpoints/rivals")
 
 
 def default_checkpoint(method: str, ours: Path) -> Path | None:
-    """Where a method's weights are looked for: ``ours``, or a folder of its name below ``.cache/rivals``."""
+    """Where a method's weights are looked for: ``ours``, or a folder of its name below ``checkpoints/rivals``."""
     if method in ("plain", "ngram"):
         return None
     return ours if method in (JETSPECPP, DRAFT_ONLY) else RIVALS / method
@@ -71,12 +71,11 @@ class Engines:
 
     Args:
         target: folder of the target.
-        hf_config: its config.
         max_length: longest sequence.
     """
 
-    def __init__(self, target: Path, hf_config: Any, max_length: int) -> None:
-        self.target, self.hf_config, self.max_length = target, hf_config, max_length
+    def __init__(self, target: Path, max_length: int) -> None:
+        self.target, self.max_length = target, max_length
         self._networks: dict[str, tuple[Networks, CheckpointInfo]] = {}
 
     def networks(self, config: EvalConfig) -> tuple[Networks, CheckpointInfo]:
@@ -112,8 +111,7 @@ class Engines:
         if config.method == SSD:
             budget = config.round.num_outcomes
             after_hit, after_miss = (integer_fan_out(law, count, budget) for law in read_laws(folder))
-            vocab = self.hf_config.vocab_size
-            return AutoregressiveEngine(folder, vocab, count, after_hit, after_miss, device=config.device)
+            return AutoregressiveEngine(folder, self.target, count, after_hit, after_miss, device=config.device)
         passes = config.round.jacobi_passes
         engine = ParallelEngine(folder, self.target, count, passes, self.max_length, device=config.device)
         if config.method not in (engine.info.method, DRAFT_ONLY):

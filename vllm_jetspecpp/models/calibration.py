@@ -38,23 +38,29 @@ def check_selection(selection: str, calibration: Calibration | None) -> None:
         )
 
 
-def save_calibration(folder: Path, fits: list[Calibration], provenance: dict[str, Any]) -> None:
-    """Write ``calibration/thresholds.json`` into a checkpoint, and its manifest anew."""
+def save_calibration(folder: Path, fits: list[Calibration], run: dict[str, Any]) -> None:
+    """Write ``calibration/thresholds.json`` into a checkpoint, and its manifest anew.
+
+    Args:
+        run: how the newest of ``fits`` came to be; kept beside those of earlier runs.
+    """
     path = folder / CALIBRATION_FILE
     path.parent.mkdir(exist_ok=True)
-    write_json(path, {"fits": [asdict(fit) for fit in fits], **provenance})
+    runs = read_json(path).get("runs", []) if path.is_file() else []
+    ordered = sorted(fits, key=lambda fit: fit.num_draft_tokens)
+    write_json(path, {"fits": [asdict(fit) for fit in ordered], "runs": [*runs, run]})
     write_manifest(folder, read_json(folder / "manifest.json")["target"])
 
 
-def load_calibration(folder: Path, num_draft_tokens: int) -> Calibration | None:
-    """The checkpoint's calibration for γ, or for the nearest γ it was fitted for; None where it has none.
+def load_calibrations(folder: Path) -> list[Calibration]:
+    """All of the checkpoint's fits, one for each γ; none where it has no calibration.
 
     Raises:
         ValueError: the file is not what :func:`save_calibration` writes.
     """
     path = folder / CALIBRATION_FILE
     if not path.is_file():
-        return None
+        return []
     fits = []
     for entry in require(read_json(path), "fits", path):
         check_keys(entry, [f.name for f in fields(Calibration)], str(path))
@@ -63,4 +69,10 @@ def load_calibration(folder: Path, num_draft_tokens: int) -> Calibration | None:
         if len(fit.weights) != NUM_FEATURES or not all(map(math.isfinite, (*fit.weights, fit.beta))) or fit.beta <= 0:
             raise ValueError(f"{path}: a fit needs {NUM_FEATURES} finite weights and beta above 0, got {entry}")
         fits.append(fit)
+    return fits
+
+
+def load_calibration(folder: Path, num_draft_tokens: int) -> Calibration | None:
+    """The checkpoint's calibration for γ, or for the nearest γ it was fitted for; None where it has none."""
+    fits = load_calibrations(folder)
     return min(fits, key=lambda fit: abs(fit.num_draft_tokens - num_draft_tokens), default=None)

@@ -8,6 +8,7 @@ reads as one too: its draft model alone, with noise inputs.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.logit_correction import GruCorrection, LogitCorrection, MarkovCorrection
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetWeights
+from vllm_jetspecpp.models.weight_delta import decode_deltas, encode_deltas
 from vllm_jetspecpp.models.weight_files import merge_scales
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
@@ -143,10 +145,13 @@ def layer_config(folder: Path, target_config: Any) -> LayerConfig:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors under our names: ``model.`` off, heads below ``correction.``."""
+    """All tensors under our names: ``model.`` off, heads below ``correction.``; differences added to their base."""
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
+    base = read_json(folder / "config.json").get("jetspecpp", {}).get("delta_of")
+    if base is not None:
+        stored = decode_deltas(stored, _read_tensors(folder / base))
     tensors = {}
     for name, value in merge_scales(stored, folder).items():
         name = name.removeprefix("model.").replace("markov_head.", "correction.")
@@ -201,18 +206,20 @@ def save_rival(
     causal: bool,
     mask_token_id: int | None,
     training: dict[str, Any],
+    base: Path | None = None,
 ) -> None:
     """Write a draft model in its method's own format, bfloat16; vLLM's ``dflash`` and ``dspark`` load it.
 
     Args:
         mask_token_id: None for noise inputs, which only this package drafts with.
+        base: write small differences from this checkpoint instead, which only this package reads.
     """
     info.folder.mkdir(parents=True, exist_ok=True)
     inputs = "noise" if mask_token_id is None else "mask"
     config = draft_config(
         info, target_config, causal=causal, mask_token_id=mask_token_id, section={"inputs": inputs, **training}
     )
-    tensors = {name: value.detach().bfloat16().contiguous() for name, value in parts.draft_model.state_dict().items()}
+    tensors = {name: value.detach() for name, value in parts.draft_model.state_dict().items()}
     correction = parts.draft_model.correction
     if isinstance(correction, MarkovCorrection):
         config |= config["dflash_config"] | {
@@ -233,6 +240,12 @@ def save_rival(
         tensors = {name.removeprefix("correction."): value for name, value in tensors.items()}
     if info.draft_vocab_size < target_config.vocab_size:
         tensors["d2t"] = parts.head_token_ids - torch.arange(info.draft_vocab_size)
-        tensors["lm_head.weight"] = parts.head.bfloat16().contiguous()
+    if base is not None:
+        config["jetspecpp"]["delta_of"] = os.path.relpath(base, info.folder)
+        tensors = encode_deltas(tensors, _read_tensors(base))
+    else:
+        if "d2t" in tensors:
+            tensors["lm_head.weight"] = parts.head
+        tensors = {n: v.bfloat16().contiguous() if v.is_floating_point() else v for n, v in tensors.items()}
     save_file(tensors, info.folder / WEIGHT_FILES[0])
     write_json(info.folder / "config.json", config)

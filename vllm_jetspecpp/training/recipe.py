@@ -21,6 +21,7 @@ from vllm_jetspecpp.config import check_choice
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.rival_checkpoint import RivalParts, save_rival
+from vllm_jetspecpp.models.small_model import save_small_model
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetWeights, load_target_config, resolve_folder
 from vllm_jetspecpp.training.config import AdapterConfig, DecoderConfig, DraftConfig, TrainConfig
@@ -37,7 +38,7 @@ from vllm_jetspecpp.training.target_states import (
     prepare_cache,
 )
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
-from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective, save_small_model
+from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective
 from vllm_jetspecpp.training.train_decoder import DecoderObjective
 from vllm_jetspecpp.training.train_draft import DraftObjective, make_correction, mask_token_id
 from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
@@ -174,16 +175,25 @@ def read_run(work: Path, part: str) -> dict[str, Any]:
     return json.loads((work / f"{part}.json").read_text())
 
 
-def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes, weights: str = "bf16") -> None:
+def pack(
+    target: str,
+    target_name: str,
+    work: Path,
+    out: Path,
+    sizes: Sizes,
+    weights: str = "bf16",
+    delta_of: Path | None = None,
+) -> None:
     """Step 3: join the parts into a checkpoint; a rival's draft model is one by itself, in its own format.
 
     Args:
         weights: ``bf16``, or ``int8`` for half the size.
+        delta_of: for a rival: small differences from this checkpoint (``ssd``: from the target) instead.
     """
     check_choice("weights", weights, WEIGHTS)
     run = read_run(work, "draft")
     if run["config"]["mode"] != "jetspecpp" or not (work / "adapter.safetensors").is_file():
-        pack_rival(target, work, out, sizes)
+        pack_rival(target, work, out, sizes, delta_of)
         return
     info = sizes.info(target, out)
     hf_config = load_target_config(resolve_folder(target))
@@ -196,13 +206,13 @@ def pack(target: str, target_name: str, work: Path, out: Path, sizes: Sizes, wei
     save_checkpoint(info, hf_config, parts, dtype=WEIGHTS[weights], training=training, target_name=target_name)
 
 
-def pack_rival(target: str, work: Path, out: Path, sizes: Sizes) -> None:
+def pack_rival(target: str, work: Path, out: Path, sizes: Sizes, delta_of: Path | None = None) -> None:
     """Step 3 for a draft model that stands alone."""
     folder, run = resolve_folder(target), read_run(work, "draft")
     hf_config, tensors = load_target_config(folder), load_file(work / "draft.safetensors")
     config = DraftConfig(**run["config"] | {"initialise": "random"})
     if config.mode == "ssd":
-        save_small_model(tensors, folder, hf_config, out)
+        save_small_model(tensors, folder, hf_config, out, delta=delta_of is not None)
         return
     info = sizes.info(target, out)
     token_ids = load_file(work / SHORTLIST)["token_ids"].long()
@@ -218,4 +228,5 @@ def pack_rival(target: str, work: Path, out: Path, sizes: Sizes) -> None:
         causal=config.causal,
         mask_token_id=mask_token_id(hf_config) if config.masked else None,
         training={"draft": run},
+        base=delta_of,
     )

@@ -6,35 +6,17 @@ one: a few of the target's own layers, its embedding and LM head, trained on the
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack, RMSNorm
-from vllm_jetspecpp.models.target_parts import TargetWeights, copy_layer
+from vllm_jetspecpp.models.small_model import SmallModel, spread_layers
+from vllm_jetspecpp.models.target_parts import copy_layer
 from vllm_jetspecpp.training.blocks import BlockBatch, held_out_batches
 from vllm_jetspecpp.training.config import DraftConfig
 from vllm_jetspecpp.training.losses import DISTANCES, forward_kl, masked_mean
 from vllm_jetspecpp.training.setup import Setup
 from vllm_jetspecpp.training.target_states import StateSource
-
-
-class SmallModel(nn.Module):
-    """Some layers and a norm: a causal LM less its embedding and LM head."""
-
-    def __init__(self, config: LayerConfig, num_layers: int) -> None:
-        super().__init__()
-        self.layers = LayerStack(config, num_layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-def spread_layers(num_target_layers: int, count: int) -> list[int]:
-    """Target layers to copy: from the first to the last, spread evenly."""
-    return [round(i * (num_target_layers - 1) / max(count - 1, 1)) for i in range(count)]
 
 
 class AutoregressiveObjective(nn.Module):
@@ -99,25 +81,3 @@ class AutoregressiveObjective(nn.Module):
             first.append(right[..., 0].flatten())
         means = [torch.cat(values).float().mean().item() for values in (loss, runs, first)]
         return {"loss": means[0], "tau_J0": 1 + means[1], "top1_first": means[2]}
-
-
-def save_small_model(weights: dict[str, Tensor], setup_folder: Path, hf_config: Any, out: Path) -> None:
-    """A Hugging Face folder of the small model: its layers, the target's embedding, LM head and tokenizer-free config.
-
-    Args:
-        weights: state dict of :class:`SmallModel`.
-        setup_folder: folder of the target.
-        hf_config: the target's text config.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    target = TargetWeights(setup_folder)
-    state = {f"model.{name}": value.bfloat16().contiguous() for name, value in weights.items()}
-    state["model.embed_tokens.weight"] = target.embedding().bfloat16()
-    if not hf_config.tie_word_embeddings:
-        state["lm_head.weight"] = target.lm_head().bfloat16()
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    layers = len({name.split(".")[2] for name in state if name.startswith("model.layers.")})
-    config = hf_config.to_dict() | {"num_hidden_layers": layers, "dtype": "bfloat16"}
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:layers]
-    (out / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")

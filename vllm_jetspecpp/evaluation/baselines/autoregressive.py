@@ -17,6 +17,8 @@ from vllm_jetspecpp.evaluation.answers import Answer
 from vllm_jetspecpp.evaluation.baselines.base import SequenceEngine
 from vllm_jetspecpp.evaluation.fan_out import FanOut, GeometricLaw, fit_acceptance_rate, fit_exponent
 from vllm_jetspecpp.models.checkpoint import read_json, require, write_json
+from vllm_jetspecpp.models.small_model import load_small_model
+from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.transport.messages import Verified
 from vllm_jetspecpp.types import Origin, Outcome
 
@@ -55,7 +57,8 @@ class AutoregressiveEngine(SequenceEngine):
     """A small causal LM drafts token by token.
 
     Args:
-        folder: a Hugging Face causal LM over the target's vocabulary.
+        folder: see :func:`~vllm_jetspecpp.models.small_model.load_small_model`.
+        target: folder of the target.
         num_draft_tokens: γ.
         after_hit, after_miss: SSD's two fixed allocations, for blocks that were found ready or were not.
 
@@ -68,17 +71,16 @@ class AutoregressiveEngine(SequenceEngine):
     def __init__(
         self,
         folder: Path,
-        vocab_size: int,
+        target: Path,
         num_draft_tokens: int,
         after_hit: FanOut,
         after_miss: FanOut,
         dtype: torch.dtype = torch.bfloat16,
         device: Any = "cpu",
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         super().__init__(num_draft_tokens)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.model = load_small_model(folder, target, dtype, device)
+        vocab_size = load_target_config(target).vocab_size
         if self.model.config.vocab_size != vocab_size:
             raise ValueError(
                 f"{folder}: the draft model has {self.model.config.vocab_size} tokens, the target {vocab_size}"
