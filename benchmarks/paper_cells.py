@@ -15,7 +15,11 @@ from vllm_jetspecpp.evaluation.methods import EvalConfig
 MATH = ("gsm8k", "math500")
 """The two benchmarks of the paper's smaller tables."""
 PASSES = {"J0": (0, 0), "J1": (1, 0), "J2": (2, 0), "J3": (3, 0), "J1-R1": (1, 1), "J2-R2": (2, 2), "J3-R3": (3, 3)}
-RIVALS = ("ngram", "dflash", "jetspec", "dspark", "domino", "ssd")
+SSD_LOOKAHEAD = 4
+"""The paper's SSD commits at most five tokens a round: drafting token by token, more cannot be hidden."""
+SSD = f"ssd, {SSD_LOOKAHEAD} draft tokens"
+RIVALS = ("ngram", "dflash", "jetspec", "dspark", "domino", SSD, "ssd")
+"""``ssd`` drafts the whole budget, which takes as many passes as tokens."""
 OURS = ("J1-R1", "J3-R3")
 ABLATIONS = ("ours", "noise-noised", "mask-prefix", "mask-noised", "reverse-kl", "cross-entropy", "bidirectional")
 NO_REPLACEMENT = " without replacement"
@@ -59,11 +63,13 @@ def settings(label: str, places: Places, budget: int) -> EvalConfig | None:
     name, _, states = label.partition(", ")
     passes = PASSES.get(name.removesuffix(NO_REPLACEMENT).rpartition(": ")[2])
     if passes is None:
-        folder = places.find(label)
+        folder = places.find(name)
         if folder is None and label != "ngram":
             return None
+        if label == SSD:
+            shape = replace(shape, num_draft_tokens=SSD_LOOKAHEAD)
         return replace(
-            ours, method=label, checkpoint=str(folder), round=replace(shape, jacobi_passes=0, context_refreshes=0)
+            ours, method=name, checkpoint=str(folder), round=replace(shape, jacobi_passes=0, context_refreshes=0)
         )
     shape = replace(
         shape,

@@ -457,6 +457,26 @@ def test_decoder_learns_over_the_adapters_predictions(work: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_every_prefix_at_once_is_each_prefix_by_itself(work: Path) -> None:
+    """Row i of the doubled block is row i of a pass over i - 1 true tokens and noise from there on."""
+    source, target = open_cache(work / "states"), str(work / "target")
+    ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    setup = prepare(target, source.sequences, SIZES.info(target, work), ids, 8, torch.device("cpu"), torch.float32)
+    config = replace(CONFIGS["draft"], all_prefixes=True, zero_share=0.5, initialise="random")
+    objective = DraftObjective(setup, source, config)
+    gen = torch.Generator().manual_seed(0)
+    batch = make_batch(source, [0, 1, 2], 3, SIZES.block_size, gen)
+    noise = noise_tokens(batch, gen)
+    noise[..., 0] = batch.tokens[..., 0]
+    with torch.inference_mode():
+        together = objective.hidden(batch, noise, every_prefix=True)
+        for m in range(SIZES.block_size - 1):
+            inputs = torch.where(torch.arange(SIZES.block_size) <= m, batch.tokens, noise)
+            torch.testing.assert_close(together[:, :, m], objective.hidden(batch, inputs)[:, :, m])
+    kinds = [objective.make(batch, gen).every_prefix for _ in range(40)]
+    assert 8 < sum(kinds) < 32
+
+
 def test_dominos_curriculum_starts_with_the_parallel_model(work: Path) -> None:
     """At the start of a run the correction has no gradient, at its end it has."""
     source, target = open_cache(work / "states"), str(work / "target")

@@ -11,13 +11,13 @@ from typing import Any
 from vllm_jetspecpp.commands.common import DEMO_CHECKPOINT, DEMO_TARGET, Subcommands, counts
 
 
-def add_round_options(parser: argparse.ArgumentParser, num_outcomes: int) -> None:
+def add_round_options(parser: argparse.ArgumentParser, num_outcomes: int, max_new_tokens: int) -> None:
     """The shape of a round, under the names of the method."""
     for name, default, text in (
         ("jacobi", 1, "J, refinement passes"),
         ("refresh", 1, "R <= J, context refreshes"),
         ("num-outcomes", num_outcomes, "B, outcomes drafted for"),
-        ("max-new-tokens", 256, "longest answer"),
+        ("max-new-tokens", max_new_tokens, "longest answer"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
 
@@ -66,7 +66,7 @@ def add_eval(subcommands: Subcommands) -> None:
         help=f"default: {DEMO_CHECKPOINT}, and for rivals checkpoints/rivals/METHOD",
     )
     add_common_eval(parser)
-    add_round_options(parser, 4)
+    add_round_options(parser, 4, 2048)
     for name, kind, default, text in (
         ("num-draft-tokens", int, 15, "γ, draft tokens a block; may exceed what the draft model was trained for"),
         ("selection", str, "auto", "auto, calibrated, conformal or uncalibrated"),
@@ -137,7 +137,7 @@ def add_calibrate(subcommands: Subcommands) -> None:
     parser = subcommands.add_parser("calibrate", help="fit how outcomes are scored, on held-out prompts")
     parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
     add_common_eval(parser)
-    add_round_options(parser, 16)
+    add_round_options(parser, 16, 256)
     parser.add_argument("--prompts", type=Path, default=None, help="default: the package's 56 calibration prompts")
     parser.add_argument("--num-draft-tokens", type=counts, default="7,15", help="every γ to fit for (default: 7,15)")
     parser.add_argument("--coverage", type=float, default=0.9, help="of the threshold (default: %(default)s)")

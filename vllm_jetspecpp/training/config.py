@@ -86,6 +86,9 @@ class DraftConfig(TrainConfig):
         0.5,
         "share of the blocks without a clean prefix (m = 0); masked ones have none, unless --clean-prefix",
     )
+    all_prefixes: bool = option(
+        False, "blocks with a clean prefix learn every m at once, at the price of a second row for every position"
+    )
     clean_prefix: bool = option(False, "with mask inputs: blocks with a clean prefix all the same")
     correction_rank: int = option(128, "rank of dspark's and domino's correction")
     gru_size: int = option(256, "width of domino's GRU")

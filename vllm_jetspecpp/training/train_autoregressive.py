@@ -17,6 +17,7 @@ from vllm_jetspecpp.training.config import DraftConfig
 from vllm_jetspecpp.training.losses import DISTANCES, forward_kl, masked_mean
 from vllm_jetspecpp.training.setup import Setup
 from vllm_jetspecpp.training.target_states import StateSource
+from vllm_jetspecpp.training.train_draft import run_lengths
 
 
 class AutoregressiveObjective(nn.Module):
@@ -77,7 +78,7 @@ class AutoregressiveObjective(nn.Module):
             inside = batch.inside[..., 1:]
             loss.append(forward_kl(target, logits)[inside])
             right = (self.setup.parts.head_token_ids[logits.argmax(-1)] == batch.tokens[..., 1:]) & inside
-            runs.append(right.long().cumprod(-1).sum(-1).flatten())
+            runs.append(run_lengths(right))
             first.append(right[..., 0].flatten())
         means = [torch.cat(values).float().mean().item() for values in (loss, runs, first)]
         return {"loss": means[0], "tau_J0": 1 + means[1], "top1_first": means[2]}

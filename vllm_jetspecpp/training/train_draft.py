@@ -42,6 +42,8 @@ class DraftBatch(NamedTuple):
     blocks: BlockBatch
     inputs: Tensor  # [N, A, T] int64
     clean: Tensor  # [N, A, 1] int64, m of Eq. 9
+    every_prefix: bool = False
+    """Position i is drafted behind m = i - 1 true tokens, for every i; ``inputs`` holds the noise."""
 
 
 @dataclass
@@ -51,6 +53,7 @@ class _Sums:
     loss: list[Tensor]
     runs: list[Tensor]
     first: list[Tensor]
+    converged: list[Tensor]
 
 
 class DraftObjective(nn.Module):
@@ -93,21 +96,31 @@ class DraftObjective(nn.Module):
     def make(self, batch: BlockBatch, gen: torch.Generator) -> DraftBatch:
         """Choose m and noise."""
         m = torch.zeros_like(batch.anchors)
-        if self.config.has_clean_prefix:
+        every = self.config.all_prefixes and torch.rand((), generator=gen).item() >= self.config.zero_share
+        if self.config.has_clean_prefix and not self.config.all_prefixes:
             m = clean_prefix_lengths(batch.anchors.shape, self.block_size, self.config.zero_share, gen)
         clean = m.unsqueeze(-1)
         inputs = torch.where(torch.arange(self.block_size) <= clean, batch.tokens, self._unknown(batch, gen))
         device = self.setup.device
-        return DraftBatch(batch.to(device), inputs.to(device), clean.to(device))
+        return DraftBatch(batch.to(device), inputs.to(device), clean.to(device), every)
 
-    def hidden(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
-        """States of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, hidden], ready for the LM head."""
+    def hidden(self, batch: BlockBatch, inputs: Tensor, every_prefix: bool = False) -> Tensor:
+        """States of positions 1..γ for block inputs ``inputs`` [N, A, T] → [N, A, γ, hidden], ready for the LM head.
+
+        With ``every_prefix`` each block runs twice in one forward, true tokens and ``inputs``: row i of the second sees
+        the first's rows before i and itself, as a pass over i - 1 true tokens and then noise has it. One block so
+        teaches all m, where a drawn m teaches one.
+        """
         setup = self.setup
         context = self.model.context_keys_values(batch.context.to(setup.dtype), setup.rope(batch.context_positions))
-        embeddings = setup.parts.embed(inputs.flatten(1))
-        mask = batch.mask(self.config.causal)
-        hidden = self.model(embeddings, setup.rope(batch.positions), [[kv] for kv in context], mask)
-        return hidden.view(*inputs.shape, -1)[:, :, 1:]
+        mask, positions, tokens = batch.mask(self.config.causal), batch.positions, inputs
+        if every_prefix:
+            tokens = torch.cat([batch.tokens, inputs], dim=-1)
+            positions = torch.cat([positions, positions], dim=-1)
+            mask = every_prefix_mask(batch)
+        rope = setup.rope(positions)
+        hidden = self.model(setup.parts.embed(tokens.flatten(1)), rope, [[kv] for kv in context], mask)
+        return hidden.view(*tokens.shape, -1)[:, :, 1 - inputs.shape[-1] :]
 
     def logits(self, batch: BlockBatch, inputs: Tensor) -> Tensor:
         """The parallel model's logits of positions 1..γ, [N, A, γ, draft_vocab]."""
@@ -132,7 +145,7 @@ class DraftObjective(nn.Module):
         """Eq. 9's loss; Domino's is a mixture with that of the uncorrected logits."""
         batch = made.blocks
         target = self.setup.target_logits(batch.final[:, :, :-1])
-        hidden = self.hidden(batch, made.inputs)
+        hidden = self.hidden(batch, made.inputs, made.every_prefix)
         logits = self.setup.parts.logits(hidden)
         distance = DISTANCES[self.config.loss](target, self.corrected(batch, hidden, logits))
         if self.config.mode == "domino" and self.progress < 1:
@@ -147,8 +160,11 @@ class DraftObjective(nn.Module):
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """τ of J_0 from true states over greedy answers, bonus token included; top-1 of the first position; KL."""
-        gen, sums = torch.Generator().manual_seed(1), _Sums([], [], [])
+        """Over greedy answers from true states: τ of J_0, bonus token included; top-1 of the first position; KL.
+
+        Where a draft can refine, also the τ that Jacobi passes without end would reach.
+        """
+        gen, sums = torch.Generator().manual_seed(1), _Sums([], [], [], [])
         for held_out in self._held_out:
             inputs = self._unknown(held_out, gen)
             inputs[..., 0] = held_out.tokens[..., 0]
@@ -158,12 +174,35 @@ class DraftObjective(nn.Module):
             target = self.setup.target_logits(batch.final[:, :, :-1])
             inside = batch.inside[..., 1:]
             sums.loss.append(forward_kl(target, self.corrected(batch, hidden, logits))[inside])
-            drafts = self.drafts(hidden, logits, batch.tokens[..., 0])
-            right = (drafts == batch.tokens[..., 1:]) & inside
-            sums.runs.append(right.long().cumprod(-1).sum(-1).flatten())
+            right = (self.drafts(hidden, logits, batch.tokens[..., 0]) == batch.tokens[..., 1:]) & inside
+            sums.runs.append(run_lengths(right))
             sums.first.append(right[..., 0].flatten())
-        loss, runs, first = (torch.cat(values).float().mean().item() for values in vars(sums).values())
-        return {"loss": loss, "tau_J0": 1 + runs, "top1_first": first}
+            if self.config.causal and self.config.has_clean_prefix:
+                rows = self.setup.parts.logits(self.hidden(batch, inputs.to(self.setup.device), every_prefix=True))
+                right = (self.head.token_ids[rows.argmax(-1)] == batch.tokens[..., 1:]) & inside
+                sums.converged.append(run_lengths(right))
+        loss, runs, first = (torch.cat(values).float().mean().item() for values in (sums.loss, sums.runs, sums.first))
+        more = {"tau_converged": 1 + torch.cat(sums.converged).float().mean().item()} if sums.converged else {}
+        return {"loss": loss, "tau_J0": 1 + runs, "top1_first": first, **more}
+
+
+def run_lengths(right: Tensor) -> Tensor:
+    """How many positions from the first on are right, [N * A], of ``right`` [N, A, γ] bool."""
+    return right.long().cumprod(-1).sum(-1).flatten()
+
+
+def every_prefix_mask(batch: BlockBatch) -> Tensor:
+    """[N, A * 2T, L + A * 2T] bool for blocks of true tokens, each followed by its noise."""
+    n, a, t = batch.tokens.shape
+    device = batch.tokens.device
+    causal = torch.ones(t, t, dtype=torch.bool, device=device).tril()
+    none = torch.zeros_like(causal)
+    block = torch.cat(
+        [torch.cat([causal, none], 1), torch.cat([causal.tril(-1), torch.eye(t, device=device).bool()], 1)]
+    )
+    own = torch.block_diag(*[block] * a).bool().expand(n, -1, -1)
+    before = batch.context_mask().view(n, a, t, -1).repeat(1, 1, 2, 1).flatten(1, 2)
+    return torch.cat([before, own], dim=-1)
 
 
 def make_correction(config: DraftConfig, hf_config: Any, draft_vocab_size: int) -> LogitCorrection | None:
