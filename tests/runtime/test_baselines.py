@@ -18,9 +18,10 @@ from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, follow_autoregressive
 from vllm_jetspecpp.evaluation.baselines.base import PlainEngine, SequenceEngine
 from vllm_jetspecpp.evaluation.baselines.ngram import NgramEngine
-from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
+from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
 from vllm_jetspecpp.models.rival_checkpoint import read_rival
+from vllm_jetspecpp.models.small_model import load_small_model
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.runtime.base import Engine
 from vllm_jetspecpp.runtime.offline import Generation, OfflineTarget, follow, generate
@@ -47,13 +48,15 @@ def make_engine(method: str, tiny: Tiny, rivals: Path, count: int = 5) -> Any:
         return NgramEngine(count)
     if method == "ssd":
         fan_out = FAN_OUT[: count + 1]
-        return AutoregressiveEngine(rivals / "ssd", tiny.target, count, fan_out, fan_out, torch.float32)
+        return AutoregressiveEngine(
+            load_small_model(rivals / "ssd", tiny.target, torch.float32), count, fan_out, fan_out
+        )
     if method == "jetspecpp":
         config = tiny.config(RoundConfig(count, 6, 1, 1))
         return ReplayEngine.from_networks(config, tiny.networks(config.round))
     if method == "draft-only":
-        return ParallelEngine(tiny.checkpoint, tiny.target, count, 2, 256, torch.float32)
-    return ParallelEngine(rivals / method, tiny.target, count, 0, 256, torch.float32)
+        return ParallelEngine(Rival.load(tiny.checkpoint, tiny.target, 256, torch.float32), count, 2)
+    return ParallelEngine(Rival.load(rivals / method, tiny.target, 256, torch.float32), count, 0)
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -229,14 +232,14 @@ def test_published_layouts_load(tiny: Tiny, rivals: Path, tmp_path: Path) -> Non
     dspark = rewrite(rivals / "dspark", tmp_path / "dspark", {"sample_from_anchor": None}, more, prefix="model.")
     info = read_rival(dspark, hf_config)
     assert (info.method, info.shifted, info.causal, info.markov_rank) == ("dspark", True, False, 8)
-    engine = ParallelEngine(dspark, tiny.target, 5, 0, 256, torch.float32)
+    engine = ParallelEngine(Rival.load(dspark, tiny.target, 256, torch.float32), 5, 0)
     prompt = random_tokens(12, 1)
     assert generate(OfflineTarget(tiny.model, TAPS), engine, prompt, max_tokens=20).tokens == tiny.greedy(prompt, 20)
     section = json.loads((rivals / "domino/config.json").read_text())["dflash_config"]
     domino = rewrite(rivals / "domino", tmp_path / "domino", {"dflash_config": section | {"shift_label": True}}, {})
     assert read_rival(domino, hf_config).shifted and read_rival(domino, hf_config).skipped == 1
     whole = make_tiny_rival(tiny.target, tmp_path / "whole", "dflash", draft_vocab_size=128)
-    assert len(ParallelEngine(whole, tiny.target, 3, 0, 256, torch.float32).parts.head_token_ids) == 128
+    assert len(ParallelEngine(Rival.load(whole, tiny.target, 256, torch.float32), 3, 0).parts.head_token_ids) == 128
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_training import SIZES, make_training_data
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine
-from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
+from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
 from vllm_jetspecpp.models.rival_checkpoint import load_rival, read_rival
 from vllm_jetspecpp.models.small_model import load_small_model
@@ -380,7 +380,7 @@ def test_rivals_learn_and_their_engine_drafts_what_training_saw(work: Path, mode
     batch = make_batch(source, setup.held_out[:4], 3, SIZES.block_size, torch.Generator().manual_seed(0))
     inputs = torch.full_like(batch.tokens, 127)
     inputs[..., 0] = batch.tokens[..., 0]
-    engine = ParallelEngine(packed, target, SIZES.block_size - 1, 0, 256, torch.float32)
+    engine = ParallelEngine(Rival.load(packed, target, 256, torch.float32), SIZES.block_size - 1, 0)
     with torch.inference_mode():
         hidden = objective.hidden(batch, inputs)
         expected = objective.drafts(hidden, setup.parts.logits(hidden), batch.tokens[..., 0])
@@ -396,7 +396,9 @@ def test_small_autoregressive_model_is_a_hugging_face_folder(work: Path) -> None
     """SSD's draft model: the library loads it, and its next token is the trained objective's."""
     packed, record = train_rival(work, "ssd", 20)
     assert record[-1]["loss"] < record[0]["loss"]
-    engine = AutoregressiveEngine(packed, work / "target", 3, (1, 1, 1, 1), (1, 1, 1, 1), torch.float32)
+    engine = AutoregressiveEngine(
+        load_small_model(packed, work / "target", torch.float32), 3, (1, 1, 1, 1), (1, 1, 1, 1)
+    )
     assert engine.model.config.num_hidden_layers == SIZES.num_draft_layers
     source, target = open_cache(work / "states"), str(work / "target")
     ids = load_file(work / "token_ids.safetensors")["token_ids"].long()

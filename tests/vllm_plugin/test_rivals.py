@@ -12,7 +12,7 @@ import torch
 from tests.tiny_models import make_tiny_llama
 from tests.tiny_rivals import TAPS, make_tiny_rival
 from tests.vllm_plugin.conftest import generate, running_engine
-from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
+from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 
 COUNT = 5
 
@@ -49,7 +49,7 @@ def test_vllm_drafts_the_same_tokens(tmp_path: Path, method: str, monkeypatch: p
     with running_engine(target, speculative_config=options) as llm:
         answer = generate(llm, [prompt], max_tokens=24)[0]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    engine = ParallelEngine(rival, target, COUNT, 0, 256, torch.float32)
+    engine = ParallelEngine(Rival.load(rival, target, 256, torch.float32), COUNT, 0)
     own = [own_drafts(engine, model, [*prompt, *answer[: n + 1]]) for n in range(len(answer))]
     # Every proposal of vLLM's stands behind some prefix of the answer.
     assert len(proposed) > 5

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_choice
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, read_laws
 from vllm_jetspecpp.evaluation.baselines.base import PlainEngine, SequenceEngine
 from vllm_jetspecpp.evaluation.baselines.ngram import NgramEngine
-from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine
+from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 from vllm_jetspecpp.evaluation.fan_out import integer_fan_out
 from vllm_jetspecpp.evaluation.replay_engine import STATES, ReplayEngine
 from vllm_jetspecpp.models.calibration import load_calibration
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo
 from vllm_jetspecpp.models.networks import Networks, load_networks
+from vllm_jetspecpp.models.small_model import load_small_model
 
 JETSPECPP, SSD = "jetspecpp", "ssd"
 PARALLEL = ("dflash", "jetspec", "dspark", "domino")
@@ -76,6 +79,9 @@ class Engines:
 
     def __init__(self, target: Path, max_length: int) -> None:
         self.target, self.max_length = target, max_length
+        self.max_positions = max_length + 2 * LONGEST_BLOCK
+        self._rivals: dict[Path, Rival] = {}
+        self._small: dict[Path, Any] = {}
         self._networks: dict[str, tuple[Networks, CheckpointInfo]] = {}
 
     def networks(self, config: EvalConfig) -> tuple[Networks, CheckpointInfo]:
@@ -111,9 +117,12 @@ class Engines:
         if config.method == SSD:
             budget = config.round.num_outcomes
             after_hit, after_miss = (integer_fan_out(law, count, budget) for law in read_laws(folder))
-            return AutoregressiveEngine(folder, self.target, count, after_hit, after_miss, device=config.device)
-        passes = config.round.jacobi_passes
-        engine = ParallelEngine(folder, self.target, count, passes, self.max_length, device=config.device)
+            if folder not in self._small:
+                self._small[folder] = load_small_model(folder, self.target, torch.bfloat16, config.device)
+            return AutoregressiveEngine(self._small[folder], count, after_hit, after_miss)
+        if folder not in self._rivals:
+            self._rivals[folder] = Rival.load(folder, self.target, self.max_positions, device=config.device)
+        engine = ParallelEngine(self._rivals[folder], count, config.round.jacobi_passes)
         if config.method not in (engine.info.method, DRAFT_ONLY):
             raise ValueError(f"{folder} holds a draft model of {engine.info.method!r}, not of {config.method!r}")
         return engine

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vllm_jetspecpp.models.checkpoint import read_json
 from vllm_jetspecpp.models.target_layers import LayerConfig, LayerStack, RMSNorm
-from vllm_jetspecpp.models.target_parts import TargetWeights
+from vllm_jetspecpp.models.target_parts import TargetWeights, load_target_config
 from vllm_jetspecpp.models.weight_delta import decode_deltas, encode_deltas
 
 WEIGHTS = "model.safetensors"
@@ -74,9 +74,16 @@ def save_small_model(weights: dict[str, Tensor], target: Path, hf_config: Any, o
 
 
 def load_small_model(folder: Path, target: Path, dtype: torch.dtype, device: Any = "cpu") -> Any:
-    """Any Hugging Face causal LM, or what :func:`save_small_model` wrote."""
+    """Any Hugging Face causal LM over the target's vocabulary, or what :func:`save_small_model` wrote.
+
+    Raises:
+        ValueError: another vocabulary, or weights that do not fit.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    own, expected = AutoConfig.from_pretrained(folder).vocab_size, load_target_config(target).vocab_size
+    if own != expected:
+        raise ValueError(f"{folder}: the draft model has {own} tokens, the target {expected}")
     sources = read_json(folder / "config.json").get(LAYERS_OF_TARGET)
     if sources is None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -17,8 +17,6 @@ from vllm_jetspecpp.evaluation.answers import Answer
 from vllm_jetspecpp.evaluation.baselines.base import SequenceEngine
 from vllm_jetspecpp.evaluation.fan_out import FanOut, GeometricLaw, fit_acceptance_rate, fit_exponent
 from vllm_jetspecpp.models.checkpoint import read_json, require, write_json
-from vllm_jetspecpp.models.small_model import load_small_model
-from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.transport.messages import Verified
 from vllm_jetspecpp.types import Origin, Outcome
 
@@ -57,34 +55,16 @@ class AutoregressiveEngine(SequenceEngine):
     """A small causal LM drafts token by token.
 
     Args:
-        folder: see :func:`~vllm_jetspecpp.models.small_model.load_small_model`.
-        target: folder of the target.
+        model: a Hugging Face causal LM over the target's vocabulary.
         num_draft_tokens: γ.
         after_hit, after_miss: SSD's two fixed allocations, for blocks that were found ready or were not.
-
-    Raises:
-        ValueError: another vocabulary than the target's.
     """
 
     has_cache = True
 
-    def __init__(
-        self,
-        folder: Path,
-        target: Path,
-        num_draft_tokens: int,
-        after_hit: FanOut,
-        after_miss: FanOut,
-        dtype: torch.dtype = torch.bfloat16,
-        device: Any = "cpu",
-    ) -> None:
+    def __init__(self, model: Any, num_draft_tokens: int, after_hit: FanOut, after_miss: FanOut) -> None:
         super().__init__(num_draft_tokens)
-        self.model = load_small_model(folder, target, dtype, device)
-        vocab_size = load_target_config(target).vocab_size
-        if self.model.config.vocab_size != vocab_size:
-            raise ValueError(
-                f"{folder}: the draft model has {self.model.config.vocab_size} tokens, the target {vocab_size}"
-            )
+        self.model = model
         self.fan_outs = {Origin.HIT: after_hit, Origin.FALLBACK: after_miss, Origin.FIRST: after_miss}
         self._latest = Origin.FIRST
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +14,53 @@ from vllm_jetspecpp.evaluation.baselines.base import SequenceEngine
 from vllm_jetspecpp.foresight.noise import noise_positions
 from vllm_jetspecpp.models.attention import KeysValues, RotaryTable
 from vllm_jetspecpp.models.logit_correction import Head
-from vllm_jetspecpp.models.rival_checkpoint import RivalInfo, load_rival, read_rival
+from vllm_jetspecpp.models.rival_checkpoint import RivalInfo, RivalParts, load_rival, read_rival
 from vllm_jetspecpp.models.target_parts import load_target_config
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A parallel draft model in memory."""
+
+    info: RivalInfo
+    parts: RivalParts
+    rotary: RotaryTable
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: Path,
+        target: Path,
+        max_positions: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: Any = "cpu",
+    ) -> Rival:
+        """Read a checkpoint, see :mod:`vllm_jetspecpp.models.rival_checkpoint`.
+
+        Args:
+            target: folder of the target.
+            max_positions: positions of the rotary table.
+        """
+        hf_config = load_target_config(target)
+        info = read_rival(checkpoint, hf_config)
+        parts = load_rival(info, target, hf_config, dtype, device)
+        return cls(info, parts, RotaryTable(hf_config, max_positions, dtype).to(device))
 
 
 class ParallelEngine(SequenceEngine):
     """A parallel draft model on the critical path.
 
     Args:
-        checkpoint: see :mod:`vllm_jetspecpp.models.rival_checkpoint`.
-        target: folder of the target.
+        rival: the model.
         num_draft_tokens: γ; may exceed the length the model was trained for.
         jacobi_passes: J passes that read the last draft (Eq. 8), without context refresh.
-        max_length: longest sequence.
     """
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        target: Path,
-        num_draft_tokens: int,
-        jacobi_passes: int = 0,
-        max_length: int = 4096,
-        dtype: torch.dtype = torch.bfloat16,
-        device: Any = "cpu",
-    ) -> None:
+    def __init__(self, rival: Rival, num_draft_tokens: int, jacobi_passes: int = 0) -> None:
         super().__init__(num_draft_tokens)
-        hf_config = load_target_config(target)
-        self.info: RivalInfo = read_rival(checkpoint, hf_config)
+        self.info, self.parts, self._rotary = rival.info, rival.parts, rival.rotary
         self.target_layer_ids = self.info.target_layer_ids
-        self.jacobi_passes, self.max_length = jacobi_passes, max_length
-        self.parts = load_rival(self.info, target, hf_config, dtype, device)
-        self._rotary = RotaryTable(hf_config, max_length + 2 * num_draft_tokens, dtype).to(device)
+        self.jacobi_passes = jacobi_passes
         self._head = Head(lambda tokens: F.embedding(tokens, self.parts.embedding), self.parts.head_token_ids)
         self._context: list[KeysValues] = []
 
