@@ -24,7 +24,6 @@ from vllm_jetspecpp.evaluation.tally import AnswerObserver, RoundObserver, Tally
 from vllm_jetspecpp.models.target_parts import resolve_folder
 from vllm_jetspecpp.runtime.offline import Generation, OfflineTarget, follow, generate, generate_plainly
 
-
 MAX_KNOWN_BYTES = 2 << 30
 """Memory for states of recorded answers."""
 
