@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_jetspecpp.evaluation.datasets import Prompt
-from vllm_jetspecpp.evaluation.repetition import repetition_onset
+from vllm_jetspecpp.evaluation.repetition import RepetitionLoop, repetition_onset
 
 TAIL = 64
 """Tokens generated beyond the counted ones, so that the last round ends as it would."""
@@ -49,6 +49,23 @@ def count_tokens(answer: Sequence[int], max_new_tokens: int, eos_token_id: int |
     return len(kept) if onset is None else onset
 
 
+class LoopsEnd:
+    """A stopping criterion of the library: a row is done once a repetition loop and its tail are there."""
+
+    def __init__(self, rows: int, start: int) -> None:
+        self._start, self._loops = start, [RepetitionLoop() for _ in range(rows)]
+        self._onsets: list[int | None] = [None] * rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Whether each row of ``input_ids`` [rows, length] is done, [rows] bool."""
+        length = input_ids.shape[1] - self._start
+        for row, loop in enumerate(self._loops):
+            if self._onsets[row] is None:
+                self._onsets[row] = loop(input_ids[row, self._start :].tolist())
+        done = [onset is not None and length >= onset + TAIL for onset in self._onsets]
+        return torch.tensor(done, device=input_ids.device)
+
+
 class Answerer:
     """A target that answers in batches, by the library's own ``generate``."""
 
@@ -74,6 +91,7 @@ class Answerer:
             attention_mask=mask,
             max_new_tokens=config.max_new_tokens + TAIL,
             pad_token_id=0 if self.eos is None else self.eos,
+            stopping_criteria=[LoopsEnd(len(prompts), longest)],
             **(sampling if config.temperature else {"do_sample": False}),
         )
         return out[:, longest:].tolist()
