@@ -176,6 +176,7 @@ def all_tables(rows: Rows) -> list[Table]:
                 "mask-noised": "JetSpec (mask inputs), small, from the target's layers",
                 "jetspec": "JetSpec (mask inputs), from JetSpec++'s weights",
                 "jetspecpp": "JetSpec++",
+                "every-prefix": "JetSpec++, 1,200 steps with every prefix at once (not shipped)",
             },
             passes,
             "JetSpec 5.86 to 2.39 at J1 on GSM8K and 7.51 to 2.57 on MATH-500; JetSpec++ 5.70 to 6.97 and 7.52 to 8.98 "

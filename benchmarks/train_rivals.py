@@ -25,6 +25,8 @@ RIVALS = {
     "jetspec": ["--mode", "jetspec"],
     "dspark": ["--mode", "dspark", "--correction-rank", "64"],
     "domino": ["--mode", "domino", "--correction-rank", "64"],
+    # Not a rival: our draft model, going on as long as they did, with every clean prefix taught at once.
+    "every-prefix": ["--mode", "jetspecpp", "--all-prefixes", "--zero-share", "0.5"],
     # No other method's weights can start an autoregressive model, so it gets more steps and a higher rate.
     "ssd": ["--mode", "ssd", "--steps", "3000", "--learning-rate", "1e-3", "--initialise", "target"],
 }
@@ -65,14 +67,14 @@ def train(name: str, options: list[str], sizes: list[str], args: argparse.Namesp
     delta = ["--delta-of", args.delta_of] if args.delta_of else []
     jetspecpp("train", "pack", args.target, str(work), str(out), *sizes, *delta)
     if name == "ssd":
-        fit_fan_out(args.target, out)
+        fit_fan_out(args.target, out, args.work / "calibration-answers.json")
 
 
-def fit_fan_out(target: str, folder: Path, max_new_tokens: int = 128) -> None:
-    """α and ρ of SSD's allocation, on the calibration prompts."""
+def fit_fan_out(target: str, folder: Path, path: Path, max_new_tokens: int = 96) -> None:
+    """α and ρ of SSD's allocation, on the target's answers to the calibration prompts, which are kept at ``path``."""
     from vllm_jetspecpp.config import RoundConfig
     from vllm_jetspecpp.evaluation.acceptance import Bench
-    from vllm_jetspecpp.evaluation.answers import AnswerConfig
+    from vllm_jetspecpp.evaluation.answers import AnswerConfig, stored_answers
     from vllm_jetspecpp.evaluation.baselines.autoregressive import fit_laws
     from vllm_jetspecpp.evaluation.datasets import CALIBRATION, read_prompts
     from vllm_jetspecpp.evaluation.methods import EvalConfig
@@ -80,7 +82,8 @@ def fit_fan_out(target: str, folder: Path, max_new_tokens: int = 128) -> None:
 
     config = EvalConfig(target, str(folder), RoundConfig(15), dtype="bfloat16", method="ssd")
     bench = Bench(config)
-    answers = bench.answerer(read_prompts(CALIBRATION), AnswerConfig(max_new_tokens))
+    prompts = read_prompts(CALIBRATION)
+    answers = stored_answers(path, lambda: bench.answerer(prompts, AnswerConfig(max_new_tokens)))
     fit_laws(bench.engine(config), answers, folder, provenance())
 
 

@@ -62,19 +62,20 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
         load_weights(module(), path)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(3, 8), (5, 7), (1, 1), (40, 33)])
-def test_deltas_in_two_bits(rows: int, columns: int) -> None:
-    """Codes take a quarter of a byte a number, and a normal matrix comes back with the quantiser's own error, .1175."""
+@pytest.mark.parametrize(("bits", "distortion"), [(2, 0.1175), (4, 0.0095)])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 8), (5, 7), (1, 1), (40, 333)])
+def test_deltas_in_few_bits(rows: int, columns: int, bits: int, distortion: float) -> None:
+    """Codes take so many bits a number, and a normal matrix comes back with the quantiser's own error."""
     generator = torch.Generator().manual_seed(rows)
     delta = torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
-    codes, deviation = pack_delta(delta)
-    assert codes.shape == (rows, -(-columns // 4)) and codes.dtype is torch.uint8
-    back = unpack_delta(codes, deviation, columns)
+    codes, deviation = pack_delta(delta, bits)
+    assert codes.shape == (rows, -(-columns * bits // 8)) and codes.dtype is torch.uint8
+    back = unpack_delta(codes, deviation, columns, bits)
     assert back.shape == delta.shape and bool((back.sign() == delta.sign()).all())
     if rows == 40:
         error = ((back - delta).square().mean(1) / deviation.square()).mean()
-        assert error == pytest.approx(0.1175, abs=0.02)
-    assert bool((unpack_delta(*pack_delta(torch.zeros(rows, columns)), columns).abs() < 1e-9).all())
+        assert error == pytest.approx(distortion, rel=0.1)
+    assert bool((unpack_delta(*pack_delta(torch.zeros(rows, columns), bits), columns, bits).abs() < 1e-9).all())
 
 
 def test_deltas_of_a_model() -> None:

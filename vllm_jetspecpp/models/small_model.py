@@ -1,6 +1,6 @@
 """A small causal LM cut out of the target: SSD's draft model where no published sibling of the target exists.
 
-On disk an ordinary Hugging Face folder, or, smaller by far, two-bit differences from the target's own layers.
+On disk an ordinary Hugging Face folder, or, smaller by far, four-bit differences from the target's own layers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def save_small_model(weights: dict[str, Tensor], target: Path, hf_config: Any, o
         config["layer_types"] = config["layer_types"][:count]
     if delta:
         config[LAYERS_OF_TARGET] = spread_layers(hf_config.num_hidden_layers, count)
-        state = encode_deltas(weights, _from_target(target_weights, config[LAYERS_OF_TARGET]))
+        state = encode_deltas(weights, _from_target(target_weights, config[LAYERS_OF_TARGET]), bits=4)
     else:
         state = {f"model.{name}": value.bfloat16().contiguous() for name, value in weights.items()}
         state["model.embed_tokens.weight"] = target_weights.embedding().bfloat16()
