@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="prompts a benchmark (default: all; 2 with --quick)")
     parser.add_argument("--max-new-tokens", type=int, default=None, help="default: the paper's 2048; 40 with --quick")
     parser.add_argument("--calibration-prompts", type=int, default=None, help="default: 56; 8 with --quick")
+    parser.add_argument("--no-replays", action="store_true", help="leave Tables 9 to 11 to another process")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="every n-th cell from the i-th on")
     args = parser.parse_args()
     quick = {"limit": 2, "max_new_tokens": 40, "calibration_prompts": 8, "out": Path(".cache/paper-quick")}
@@ -170,7 +171,7 @@ def main() -> None:
     config = settings("J1-R1", places, 16)
     assert config is not None
     bench = Bench(config, say=lambda line: None)
-    if args.shard[0] == 0:
+    if args.shard[0] == 0 and not args.no_replays:
         run_replays(bench, places, results, args)
     run_cells(bench, places, results, args, deadline)
     report(args.out)
