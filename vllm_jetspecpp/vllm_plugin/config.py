@@ -27,6 +27,8 @@ from vllm_jetspecpp.vllm_plugin import compat, environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 
 WHERE = "speculative_config"
+NOT_SERVED = {"num_draft_tokens", "anchor_replacement"}
+"""Of a round: vLLM names γ otherwise, and without anchor replacement rounds are only measured."""
 DEFAULT_ENGINE = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
 MAX_DRAFT_SLOTS = 4096
 DEFAULT_DRAFT_SLOTS = 8
@@ -100,8 +102,8 @@ class JetSpecConfig(SpeculativeConfig):
         self._round(self.num_speculative_tokens or 1)
 
     def _round(self, num_draft_tokens: int) -> RoundConfig:
-        options = {f.name: getattr(self, f.name) for f in fields(RoundConfig) if f.name != "num_draft_tokens"}
-        return RoundConfig(num_draft_tokens, **options)
+        served = {f.name for f in fields(RoundConfig)} - NOT_SERVED
+        return RoundConfig(num_draft_tokens, **{name: getattr(self, name) for name in served})
 
     @property
     def round_config(self) -> RoundConfig:
