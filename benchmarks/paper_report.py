@@ -256,10 +256,10 @@ def figure(path: Path, title: str, fill: Callable[[Any], bool]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawn, axes = plt.subplots(figsize=(8, 4))
+    drawn, axes = plt.subplots(figsize=(10, 4))
     if fill(axes):
         axes.set_title(title)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         drawn.tight_layout()
         drawn.savefig(path, dpi=110)
     plt.close(drawn)
