@@ -23,12 +23,9 @@ from typing import Any
 from paper_cells import MATH, Places, Results, settings, table_cells
 from paper_report import report
 
+from vllm_jetspecpp.commands.training import shard
+
 CACHE_SIZES = tuple(range(1, 17))
-
-
-def shard(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    return int(index), int(count)
 
 
 def answers_for(bench: Any, name: str, temperature: float, args: argparse.Namespace) -> list[Any]:
@@ -50,10 +47,10 @@ def run_cells(bench: Any, places: Places, results: Results, args: argparse.Names
 
     index, count = args.shard
     mine = table_cells(args.quick)[index::count]
-    missing: set[str] = set()
+    finished, missing = set(results.read()), set[str]()
     began, done = time.monotonic(), 0
     for number, cell in enumerate(mine, 1):
-        if cell.key in results.read():
+        if cell.key in finished:
             continue
         config = settings(cell.label, places, cell.budget)
         if config is None:
@@ -82,7 +79,7 @@ def run_replays(bench: Any, places: Places, results: Results, args: argparse.Nam
     from vllm_jetspecpp.evaluation.provenance import provenance
     from vllm_jetspecpp.evaluation.recording import SERVED, record
 
-    if all(f"replay|{name}" in results.read() for name in MATH):
+    if {f"replay|{name}" for name in MATH} <= results.read().keys():
         return
     config = settings("J1-R1", places, 16)
     assert config is not None
@@ -97,6 +94,7 @@ def run_replays(bench: Any, places: Places, results: Results, args: argparse.Nam
     }
     for name in MATH:
         recording = record(bench, config, answers_for(bench, name, 0.0, args), decoders)
+        served = recording.joined()
         by_decoder = {
             decoder: rules.rule_hit_rates(
                 recording.joined(decoder), recording.candidates(), fits[decoder], laws, CACHE_SIZES
@@ -105,13 +103,13 @@ def run_replays(bench: Any, places: Places, results: Results, args: argparse.Nam
         }
         figures = {
             "bench": name,
-            "rounds": len(recording.joined()),
+            "rounds": len(served),
             "decoder_top1": {d: n / recording.positions for d, n in recording.agreed.items()},
             "decoder_kl": {d: kl / recording.positions for d, kl in recording.kl.items()},
             "rules": by_decoder[SERVED],
             "decoders": {d: rates[rules.SERVED] for d, rates in by_decoder.items()},
             "laws": {rule: law._asdict() for rule, law in laws.items()},
-            "posterior_mass": {b: rules.posterior_masses(recording.joined(), b) for b in (1, 2, 4, 8, 16)},
+            "posterior_mass": {b: rules.posterior_masses(served, b) for b in (1, 2, 4, 8, 16)},
         }
         results.write(f"replay|{name}", {**figures, "made_by": provenance()})
 
