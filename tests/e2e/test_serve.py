@@ -15,26 +15,16 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.demo_model import CHECKPOINT, TARGET, require_demo_model
 from vllm_jetspecpp.demo.near_ties import Pair, judge
 from vllm_jetspecpp.demo.run import SERVE_ARGUMENTS, SERVE_ENV
 from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server
 
-ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "checkpoints/smollm2-135m-instruct"
-TARGET = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
 MODEL = SERVE_ARGUMENTS[SERVE_ARGUMENTS.index("--served-model-name") + 1]
 SHARED_MEMORY = Path("/dev/shm")
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?"
 OTHER_QUESTION = "Write a Python function that returns the sum of the squares of a list."
 MAX_TOKENS = 64
-
-
-def missing_part() -> str | None:
-    """The model folder that is not there, or None."""
-    for folder in (TARGET, CHECKPOINT):
-        if not (folder / "config.json").is_file():
-            return f"{folder} is missing; `make test` prepares the target, the checkpoint is part of the repository"
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +39,7 @@ def start_server(log: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, shared_memory_before: set[str]) -> Iterator[Server]:
-    if reason := missing_part():
-        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
-            pytest.skip(reason)
-        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
+    require_demo_model()
     with start_server(tmp_path_factory.mktemp("serve") / "serve.log") as server:
         server.wait_ready()
         yield server

@@ -100,14 +100,31 @@ class DraftEngine:
         self.prefixes.overwritten(batch)
         for slot in batch.released:
             self._forget(slot)
+        waiting: list[Verified] = []
         for request in batch.requests:
             if request.reset:
                 self._forget(request.slot)
             self.states.set_tokens(request.slot, request.token_start, request.tokens)
             self.history.set_tokens(request.slot, request.token_start, request.tokens)
-            self.prefixes.restore(request)
+            if not self.prefixes.restore(request):
+                waiting.append(request)
             self.history.set_states(request.slot, request.state_start, len(request.states))
         self._uncommitted = self._unsaved = batch.requests
+        if waiting and len(batch.requests) > 1:
+            self._commit_in_turn(waiting)
+
+    def _commit_in_turn(self, waiting: list[Verified]) -> None:
+        """Commit a message some of whose requests have a prefix that others of it compute in this very step."""
+        slots = {request.slot for request in waiting}
+        ready = [request for request in self._uncommitted if request.slot not in slots]
+        while ready or waiting:
+            turn = self._uncommitted = tuple(ready or waiting[:1])  # nobody ready: the first one's prefix is not known
+            self._commit()
+            self.prefixes.save(turn)
+            slots = {request.slot for request in turn}
+            waiting = [request for request in waiting if request.slot not in slots]
+            ready = [request for request in waiting if self.prefixes.restore(request)]
+        self._unsaved = ()
 
     @torch.inference_mode()
     def work(self) -> None:
