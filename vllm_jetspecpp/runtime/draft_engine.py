@@ -34,6 +34,8 @@ class UnderVerification:
     slot: int
     anchor_position: int
     block: DraftBlock  # whole, even where fewer tokens were handed out
+    num_verified: int
+    """Tokens handed out."""
 
 
 class DraftEngine:
@@ -80,7 +82,11 @@ class DraftEngine:
             self._commit()
             origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
             blocks |= self._fallback(missed)
-        self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
+        gamma = self.config.round.num_draft_tokens
+        self._next = [
+            UnderVerification(r.slot, r.anchor_position, blocks[r.slot], min(gamma, r.max_draft_tokens))
+            for r in wanting
+        ]
         drafts = [
             Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot])
             if r.slot in blocks
@@ -110,7 +116,9 @@ class DraftEngine:
     def _foresee_and_draft(
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
-        self._store(under, predraft(self.nets, self.config.round, self.selector, prefix, block, confidence))
+        num_verified = torch.tensor([u.num_verified for u in under], device=block.device)
+        made = predraft(self.nets, self.config.round, self.selector, prefix, block, confidence, num_verified)
+        self._store(under, made)
 
     def _forget(self, slot: int) -> None:
         self.cache.forget(slot)
