@@ -155,6 +155,11 @@ def test_engine_config(target: Path) -> None:
         ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: Input should be greater than 0, got 0"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens must be an integer from 1 to 63, got 64"),
+        (
+            {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
+            "num_speculative_tokens_per_batch_size [(2, 4, 1)]: The first batch-size range must start at 1",
+        ),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, -1]]}, "values must be >= 0"),
         ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'local', got 'pigeon'"),
         ({"draft_slots": 0}, "draft_slots must be an integer from 1 to 4096, got 0"),
         ({"prefix_store_mib": -1}, "prefix_store_mib must be an integer from 0 to"),

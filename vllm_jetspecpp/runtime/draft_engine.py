@@ -39,6 +39,8 @@ class UnderVerification:
     slot: int
     anchor_position: int
     block: DraftBlock  # all its drafts, even where fewer were handed out
+    num_verified: int
+    """Tokens handed out."""
 
 
 class DraftEngine:
@@ -84,7 +86,7 @@ class DraftEngine:
             self._commit()
             origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
             blocks |= self._fallback(missed)
-        self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
+        self._next = [self._under_verification(r, blocks[r.slot]) for r in wanting]
         self._under |= {under.slot: under for under in self._next}
         drafts = [
             Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot], self._num_missing(r))
@@ -149,7 +151,9 @@ class DraftEngine:
     def _foresee_and_draft(
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
-        self._store(under, predraft(self.nets, self.config.round, self.selector, prefix, block, confidence))
+        num_verified = torch.tensor([u.num_verified for u in under], device=block.device)
+        made = predraft(self.nets, self.config.round, self.selector, prefix, block, confidence, num_verified)
+        self._store(under, made)
 
     def _forget(self, slot: int) -> None:
         self.cache.forget(slot)
@@ -178,6 +182,11 @@ class DraftEngine:
         if not k + 1 < len(tokens) or tokens[k] != bonus_token:
             return None
         return DraftBlock(tokens[k + 1 :], confidence[k + 1 :])
+
+    @staticmethod
+    def _under_verification(request: Verified, block: DraftBlock) -> UnderVerification:
+        num_verified = min(len(block.tokens), request.max_draft_tokens)
+        return UnderVerification(request.slot, request.anchor_position, block, num_verified)
 
     def _num_missing(self, request: Verified) -> int:
         return self.history.num_missing(request.slot, request.anchor_position)

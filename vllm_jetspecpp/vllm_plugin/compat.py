@@ -63,6 +63,12 @@ SYMBOLS = (
         "keep the target off the draft process's cores",
         mentions="VLLM_CPU_OMP_THREADS_BIND",
     ),
+    Symbol(
+        "config",
+        "vllm.v1.spec_decode.dynamic.utils",
+        "validate_and_normalize_dynamic_sd_schedule",
+        "check num_speculative_tokens_per_batch_size",
+    ),
     Symbol("config", "vllm.platforms", "current_platform", "tell CPU from GPU"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "get_allowed_cpu_list", "share out CPU cores"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "parse_id_list", "read VLLM_CPU_OMP_THREADS_BIND"),
@@ -99,6 +105,13 @@ SYMBOLS = (
     ),
     Symbol(
         "worker", _RUNNER, "GPUModelRunner._get_draft_token_ids_cpu", "return drafts as lists", mentions="isinstance"
+    ),
+    Symbol(
+        "worker",
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "draft as many tokens as the schedule allows",
+        mentions="num_spec_tokens_to_schedule",
     ),
     Symbol("worker", "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "install the proposer"),
     Symbol("worker", "vllm.model_executor.model_loader.utils", "get_model_cls", "check the target before it loads"),

@@ -98,6 +98,7 @@ class JetSpecConfig(SpeculativeConfig):
         self._check_target()
         self._resolve_checkpoint()
         self._check_length()
+        self._check_schedule()
         self._resolve_placement()
         self._resolve_runner()
 
@@ -183,6 +184,18 @@ class JetSpecConfig(SpeculativeConfig):
         if self.draft_window is not None:
             check_range("draft_window", self.draft_window, 1, max_model_len, " (max_model_len)")
 
+    def _check_schedule(self) -> None:
+        """vLLM's schedule of draft tokens by batch size: its scheduler cuts K at γ and fills the gaps."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+        try:
+            validate_and_normalize_dynamic_sd_schedule(schedule)
+        except ValueError as error:
+            raise ValueError(f"num_speculative_tokens_per_batch_size {schedule}: {error}") from None
+
     def _resolve_placement(self) -> None:
         from vllm.platforms import current_platform
 
@@ -267,8 +280,10 @@ class JetSpecConfig(SpeculativeConfig):
         return f"SpeculativeConfig(method={METHOD!r}, {given})"
 
 
+INHERITED = {"model", "num_speculative_tokens_per_batch_size"}
+"""Options of vLLM's own that mean the same here."""
 NO_OPTIONS = {"cache_bytes_per_position"}
-OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__} - NO_OPTIONS)
+OPTIONS = sorted({*INHERITED, *JetSpecConfig.__annotations__} - NO_OPTIONS)
 
 
 def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:

@@ -59,7 +59,8 @@ class HiddenStatesRunner(GPUModelRunner):
             sampled_token_ids: accepted draft tokens and the target's own, for each request; empty in a prefill chunk.
             aux_hidden_states: one [num_rows, hidden_size] for each tapped layer.
         """
-        self.drafter.propose(self._verified_rows(scheduler_output, sampled_token_ids), aux_hidden_states)
+        requests = self._verified_rows(scheduler_output, sampled_token_ids)
+        self.drafter.propose(requests, aux_hidden_states, scheduler_output.num_spec_tokens_to_schedule)
         return [[] for _ in sampled_token_ids]
 
     def _verified_rows(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> list[VerifiedRows]:
