@@ -56,6 +56,8 @@ class Supervisor:
         self._first_start = threading.Event()
         self._first_error: str | None = None
         self.restarts = 0
+        self.alive = False
+        """Whether a draft process is attached and neither ended nor given up."""
         self._thread = threading.Thread(target=self._run, name="jetspecpp-supervisor", daemon=True)
         self._thread.start()
 
@@ -118,8 +120,10 @@ class Supervisor:
         reason = self._wait_attached(keeper, end)
         if reason is None:
             self._new = end
+            self.alive = True
             self._first_start.set()
             reason = self._watch(keeper, end)
+            self.alive = False
             end_is_ours = self.take() is not None  # nobody took it
         else:
             end_is_ours = True

@@ -23,7 +23,7 @@ from vllm_jetspecpp.config import (
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
-from vllm_jetspecpp.vllm_plugin import compat, environment, placement
+from vllm_jetspecpp.vllm_plugin import compat, environment, metrics, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 
 WHERE = "speculative_config"
@@ -79,6 +79,8 @@ class JetSpecConfig(SpeculativeConfig):
     """Dotted path of the class that drafts."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based. The checkpoint says them; an option only with another ``draft_engine``."""
+    metrics_directory: str | None = None
+    """Where the worker leaves its counts for ``/metrics``. Not an option: :func:`create_config` sets it."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
@@ -231,7 +233,7 @@ class JetSpecConfig(SpeculativeConfig):
         return f"SpeculativeConfig(method={METHOD!r}, {given})"
 
 
-OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__})
+OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__} - {"metrics_directory"})
 
 
 def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:
@@ -247,11 +249,13 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     if engine_args.async_scheduling:
         raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
     try:
-        return JetSpecConfig(
+        spec = JetSpecConfig(
             **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
         )
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
+    spec.metrics_directory = metrics.prepare(engine_args)
+    return spec
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:
