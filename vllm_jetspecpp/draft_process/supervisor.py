@@ -229,8 +229,11 @@ class _Keeper:
 
 
 def _keeper_environment() -> dict[str, str]:
-    """The worker's, without what vLLM set for its own threads, and with its module path."""
-    dropped = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    """The worker's, without what vLLM set for its own threads and metrics (Ray would add its own to those of a server
+    with several API servers), and with its module path.
+    """
+    threads = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    dropped = (*threads, "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**environment, "PYTHONPATH": module_path()}
 

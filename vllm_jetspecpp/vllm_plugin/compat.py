@@ -70,10 +70,16 @@ SYMBOLS = (
     Symbol("config", "vllm.utils.cpu_resource_utils", "parse_id_list", "read VLLM_CPU_OMP_THREADS_BIND"),
     Symbol(
         "metrics",
+        "prometheus_client.multiprocess",
+        "MultiProcessCollector.collect",
+        "show our metrics with several API servers [wrapped]",
+    ),
+    Symbol(
+        "metrics",
         "vllm.v1.metrics.prometheus",
         "get_prometheus_registry",
-        "show our metrics with several API servers [wrapped]",
-        mentions="PROMETHEUS_MULTIPROC_DIR",
+        "show our metrics",
+        mentions="MultiProcessCollector",
     ),
     Symbol("metrics", _PARALLEL, "ParallelConfig", "tell several API servers apart", mentions="_api_process_rank"),
     Symbol("metrics", _PARALLEL, "ParallelConfig", "label an engine's metrics", mentions="data_parallel_index"),

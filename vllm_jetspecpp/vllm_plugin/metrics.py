@@ -11,12 +11,11 @@ import functools
 import logging
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Metric
+from prometheus_client import REGISTRY, Metric, multiprocess
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -188,25 +187,19 @@ def _show(directory: str) -> None:
     _collector.add(directory)
     if _collector not in REGISTRY._collector_to_names:
         REGISTRY.register(_collector)
-    _join_new_registries()
+    _join_multiprocess_mode()
 
 
-def _join_new_registries() -> None:
-    """With several API servers vLLM makes a registry for ``/metrics`` that knows only what files of vLLM hold."""
-    from vllm.v1.metrics import prometheus
-
-    original = prometheus.get_prometheus_registry
+def _join_multiprocess_mode() -> None:
+    """With several API servers ``/metrics`` shows what files of vLLM's metrics hold, through a registry made for each
+    scrape, and nothing of the process's own registry: let our families follow those of the files.
+    """
+    original = multiprocess.MultiProcessCollector.collect
     if getattr(original, "__globals__", None) is globals():
         return
 
     @functools.wraps(original)
-    def get_prometheus_registry() -> CollectorRegistry:
-        registry = original()
-        if registry is not REGISTRY:
-            registry.register(_collector)
-        return registry
+    def collect(self: Any) -> Iterable[Metric]:
+        return [*original(self), *_collector.collect()]
 
-    prometheus.get_prometheus_registry = get_prometheus_registry
-    route = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
-    if route is not None:  # it has the original under a name of its own
-        route.get_prometheus_registry = get_prometheus_registry  # type: ignore[attr-defined]
+    multiprocess.MultiProcessCollector.collect = collect  # type: ignore[method-assign]
