@@ -143,6 +143,7 @@ def test_engine_config(target: Path) -> None:
     ("options", "message"),
     [
         ({"num_outcome": 2}, "unknown option 'num_outcome' (did you mean 'num_outcomes'?); allowed: context_refreshes"),
+        ({"metrics_directory": "/tmp"}, "unknown option 'metrics_directory'"),
         ({"parallel_drafting": True}, "'parallel_drafting' has no meaning for method 'jetspecpp'"),
         ({"prompt_lookup_max": 3}, "'prompt_lookup_max' has no meaning"),
         ({"rejection_sample_method": "synthetic"}, "'rejection_sample_method' has no meaning"),

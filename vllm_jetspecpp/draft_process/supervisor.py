@@ -56,6 +56,8 @@ class Supervisor:
         self._first_start = threading.Event()
         self._first_error: str | None = None
         self.restarts = 0
+        self.alive = False
+        """Whether a draft process is attached and neither ended nor given up."""
         self._thread = threading.Thread(target=self._run, name="jetspecpp-supervisor", daemon=True)
         self._thread.start()
 
@@ -118,8 +120,10 @@ class Supervisor:
         reason = self._wait_attached(keeper, end)
         if reason is None:
             self._new = end
+            self.alive = True
             self._first_start.set()
             reason = self._watch(keeper, end)
+            self.alive = False
             end_is_ours = self.take() is not None  # nobody took it
         else:
             end_is_ours = True
@@ -225,8 +229,11 @@ class _Keeper:
 
 
 def _keeper_environment() -> dict[str, str]:
-    """The worker's, without what vLLM set for its own threads, and with its module path."""
-    dropped = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    """The worker's, without what vLLM set for its own threads and metrics (Ray would add its own to those of a server
+    with several API servers), and with its module path.
+    """
+    threads = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    dropped = (*threads, "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**environment, "PYTHONPATH": module_path()}
 

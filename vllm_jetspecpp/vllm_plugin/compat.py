@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "worker", "cpu", "gpu"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Symbol:
     """One symbol of vLLM."""
 
     scope: Scope
-    """Which of our processes needs it: ``config`` where the engine is configured, the others in a worker."""
+    """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
+    goes on without; the others in a worker."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -47,6 +48,7 @@ class Symbol:
 
 
 _SPECULATIVE = "vllm.config.speculative"
+_PARALLEL = "vllm.config.parallel"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 SYMBOLS = (
     Symbol("config", "vllm.engine.arg_utils", "EngineArgs.create_speculative_config", "accept the method [wrapped]"),
@@ -54,7 +56,7 @@ SYMBOLS = (
     Symbol("config", _SPECULATIVE, "SpeculativeConfig.__post_init__", "resolve our options [overridden]"),
     Symbol("config", _SPECULATIVE, "SpeculativeConfig.compute_hash", "hash tapped layers [overridden]"),
     Symbol("config", "vllm.config.utils", "config", "declare our options as vLLM does"),
-    Symbol("config", "vllm.config.parallel", "ParallelConfig", "choose the worker", mentions="worker_cls"),
+    Symbol("config", _PARALLEL, "ParallelConfig", "choose the worker", mentions="worker_cls"),
     Symbol("config", "vllm.config.vllm", "VllmConfig.use_v2_model_runner", "select the V1 model runner"),
     Symbol(
         "config",
@@ -72,6 +74,22 @@ SYMBOLS = (
     Symbol("config", "vllm.platforms", "current_platform", "tell CPU from GPU"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "get_allowed_cpu_list", "share out CPU cores"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "parse_id_list", "read VLLM_CPU_OMP_THREADS_BIND"),
+    Symbol(
+        "metrics",
+        "prometheus_client.multiprocess",
+        "MultiProcessCollector.collect",
+        "show our metrics with several API servers [wrapped]",
+    ),
+    Symbol(
+        "metrics",
+        "vllm.v1.metrics.prometheus",
+        "get_prometheus_registry",
+        "show our metrics",
+        mentions="MultiProcessCollector",
+    ),
+    Symbol("metrics", _PARALLEL, "ParallelConfig", "tell several API servers apart", mentions="_api_process_rank"),
+    Symbol("metrics", _PARALLEL, "ParallelConfig", "label an engine's metrics", mentions="data_parallel_index"),
+    Symbol("metrics", "vllm.config.model", "ModelConfig", "label an engine's metrics", mentions="served_model_name"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.init_device", "start the draft process [overridden]"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.load_model", "end it when loading fails [overridden]"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "wait for its start [overridden]"),

@@ -24,7 +24,7 @@ from vllm_jetspecpp.config import (
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
-from vllm_jetspecpp.vllm_plugin import compat, environment, placement
+from vllm_jetspecpp.vllm_plugin import compat, environment, metrics, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 
 logger = logging.getLogger("vllm.jetspecpp")
@@ -89,6 +89,8 @@ class JetSpecConfig(SpeculativeConfig):
     """Tapped layers, 0-based. The checkpoint says them; an option only with another ``draft_engine``."""
     cache_bytes_per_position: int = 0
     """Of the draft process; found out here, no option."""
+    metrics_directory: str | None = None
+    """Where the worker leaves its counts for ``/metrics``. Not an option: :func:`create_config` sets it."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
@@ -282,7 +284,7 @@ class JetSpecConfig(SpeculativeConfig):
 
 INHERITED = {"model", "num_speculative_tokens_per_batch_size"}
 """Options of vLLM's own that mean the same here."""
-NO_OPTIONS = {"cache_bytes_per_position"}
+NO_OPTIONS = {"cache_bytes_per_position", "metrics_directory"}
 OPTIONS = sorted({*INHERITED, *JetSpecConfig.__annotations__} - NO_OPTIONS)
 
 
@@ -299,11 +301,13 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     if engine_args.async_scheduling:
         raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
     try:
-        return JetSpecConfig(
+        spec = JetSpecConfig(
             **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
         )
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
+    spec.metrics_directory = metrics.prepare(engine_args)
+    return spec
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:

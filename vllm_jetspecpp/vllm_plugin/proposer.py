@@ -14,7 +14,7 @@ import torch
 from vllm_jetspecpp.draft_process.client import DraftClient
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
 from vllm_jetspecpp.types import Origin
-from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics
+from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics, difference
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -294,9 +294,13 @@ class Proposer:
         if self.client is None:
             return {}
         counts = asdict(self.client.stats)
-        since_reset = {name: count - self._client_counts.get(name, 0) for name, count in counts.items()}
-        values = self.statistics.as_dict() | {"client": since_reset}
+        values = self.statistics.as_dict() | {"client": difference(counts, self._client_counts)}
         if reset:
-            self.statistics = Statistics(self.num_draft_tokens)
+            self.statistics.reset()
             self._client_counts = counts
         return values
+
+    def totals(self) -> dict[str, Any]:
+        """What ``/metrics`` shows: sums since start, which no reset changes, and whether drafts can come now."""
+        assert self.client is not None
+        return self.statistics.totals() | {"client": asdict(self.client.stats), "alive": self.client.alive}
