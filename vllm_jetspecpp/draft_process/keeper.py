@@ -21,6 +21,7 @@ from typing import Any
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
 from vllm_jetspecpp.draft_process.ray_actor import DraftActor
 from vllm_jetspecpp.draft_process.sweep import sweep
+from vllm_jetspecpp.transport.processes import publish
 
 NAMESPACE = "vllm_jetspecpp"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; nothing goes through it
@@ -47,11 +48,14 @@ def keep(job: dict[str, Any]) -> str | None:
     """Run one draft process to its end; returns why it ended, None when the worker wanted it or is gone.
 
     Args:
-        job: ``engine``, ``handle`` and ``placement`` as dicts, ``environment`` of the actor, ``directory`` of a private
-            cluster, ``worker`` (pid), ``timeout`` (seconds to find resources and a process).
+        job: ``engine``, ``handle`` and ``placement`` as dicts, ``transport`` and the descriptors ``inherited`` for it,
+            ``environment`` of the actor, ``directory`` of a private cluster, ``worker`` (pid), ``timeout`` (seconds to
+            find resources and a process).
     """
     placement = PlacementConfig(**job["placement"])
-    os.sched_setaffinity(0, placement.cores)  # all of a private cluster inherits it
+    for descriptor in job["inherited"]:
+        os.set_inheritable(descriptor, False)
+    os.sched_setaffinity(0, placement.keeper_cores)  # all of a private cluster inherits it
     with (
         contextlib.closing(_Worker(job["worker"])) as worker,
         _connected(placement, job["directory"]),
@@ -128,16 +132,19 @@ def _private_environment() -> None:
 
 @contextlib.contextmanager
 def _placement_group(placement: PlacementConfig, timeout: float) -> Iterator[Any]:
-    """Resources on this host, since shared memory ends there. Raises TimeoutError when the cluster has not got them."""
+    """Resources on this host or on any node. Raises TimeoutError when the cluster has not got them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     here = f"node:{ray.util.get_node_ip_address()}"
-    group = placement_group([{**placement.bundle, here: 0.001}], strategy="STRICT_PACK")
+    bundle, where = placement.bundle, "any node"
+    if not placement.any_node:
+        bundle, where = {**bundle, here: 0.001}, here
+    group = placement_group([bundle], strategy="STRICT_PACK")
     try:
         if not group.wait(timeout):
             raise TimeoutError(
-                f"Ray found no place for the draft process in {timeout:g} s: it wants {placement.bundle} on {here}, "
+                f"Ray found no place for the draft process in {timeout:g} s: it wants {placement.bundle} on {where}, "
                 f"available: {ray.available_resources()}"
             )
         yield group
@@ -164,9 +171,12 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
         )
         .remote()
     )
-    pid = ray.get(actor.pid.remote(), timeout=job["timeout"])
+    node, pid = ray.get(actor.whereabouts.remote(), timeout=job["timeout"])
+    here = ray.get_runtime_context().get_node_id()
     engine = {**job["engine"], "device": device_inside(job["engine"]["device"])}
-    serving = actor.serve.remote(engine, job["handle"], sorted(placement.cores))
+    handle = publish(job["transport"], job["handle"], ray.util.get_node_ip_address())
+    cores = None if placement.draft_cores is None else sorted(placement.draft_cores)
+    serving = actor.serve.remote(engine, job["transport"], handle, cores)
     try:
         # Wait before looking at the worker: it too asks for the end when an engine fails, and that error is to be told.
         while not (ended := ray.wait([serving], timeout=_LOOK_AT_WORKER)[0]) and not worker.wants_end(0):
@@ -175,15 +185,23 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
             ray.get(serving)
         return None if worker.wants_end(0) else "it left although the worker is there"
     except ray.exceptions.RayActorError:
-        return f"process {pid} was killed or crashed"
+        return f"process {pid} was killed or crashed" + ("" if node == here else f", or its node {node} was lost")
     finally:
-        _kill(pid)
+        _kill_here(pid) if node == here else _kill_elsewhere(actor)
 
 
-def _kill(pid: int) -> None:
-    """By signal, because a stopped or spinning process does not hear Ray; the pid is on this host."""
+def _kill_here(pid: int) -> None:
+    """By signal, because a stopped or spinning process does not hear Ray."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _kill_elsewhere(actor: Any) -> None:
+    """By Ray: its daemon on that node insists when the process does not hear."""
+    import ray
+
+    with contextlib.suppress(Exception):  # the node, or Ray itself, may be what died
+        ray.kill(actor)
 
 
 if __name__ == "__main__":
