@@ -15,7 +15,8 @@ import secrets
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
@@ -49,25 +50,32 @@ def keep(job: dict[str, Any]) -> str | None:
 
     Args:
         job: ``engine``, ``handle`` and ``placement`` as dicts, ``transport`` and the descriptors ``inherited`` for it,
-            ``environment`` of the actor, ``directory`` of a private cluster, ``worker`` (pid), ``timeout`` (seconds to
-            find resources and a process).
+            ``environment`` of the actor, ``directory`` of a private cluster, ``worker`` (pid), ``deadline`` (on the
+            machine's monotonic clock) for resources and a process.
     """
     placement = PlacementConfig(**job["placement"])
     for descriptor in job["inherited"]:
         os.set_inheritable(descriptor, False)
     os.sched_setaffinity(0, placement.keeper_cores)  # all of a private cluster inherits it
     with (
-        contextlib.closing(_Worker(job["worker"])) as worker,
+        contextlib.suppress(_EndWanted),
+        contextlib.closing(_Worker(job["worker"], job["deadline"])) as worker,
         _connected(placement, job["directory"]),
-        _placement_group(placement, job["timeout"]) as group,
+        _placement_group(placement, worker) as group,
     ):
         return _run_actor(job, placement, group, worker)
+    return None
+
+
+class _EndWanted(Exception):
+    """While something is waited for, the worker wanted the end or ended itself."""
 
 
 class _Worker:
     """The vLLM worker, as seen from here."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, deadline: float) -> None:
+        self._deadline = deadline
         self._pidfd = os.pidfd_open(pid)  # stdin is not enough: a fork of the worker would hold it open
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
@@ -76,6 +84,19 @@ class _Worker:
     def wants_end(self, timeout: float) -> bool:
         """Whether it closed our stdin or ended, waiting ``timeout`` seconds for that."""
         return bool(self._poll.poll(timeout * 1000))
+
+    def wait(self, look: Callable[[], bool]) -> bool:
+        """Whether ``look``, which waits about a second for something, succeeds while the worker waits for the start.
+
+        Raises:
+            _EndWanted: it waits no longer.
+        """
+        while not look():
+            if self.wants_end(0):
+                raise _EndWanted
+            if time.monotonic() > self._deadline:
+                return False
+        return True
 
     def close(self) -> None:
         os.close(self._pidfd)
@@ -131,7 +152,7 @@ def _private_environment() -> None:
 
 
 @contextlib.contextmanager
-def _placement_group(placement: PlacementConfig, timeout: float) -> Iterator[Any]:
+def _placement_group(placement: PlacementConfig, worker: _Worker) -> Iterator[Any]:
     """Resources on this host or on any node. Raises TimeoutError when the cluster has not got them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -142,9 +163,9 @@ def _placement_group(placement: PlacementConfig, timeout: float) -> Iterator[Any
         bundle, where = {**bundle, here: 0.001}, here
     group = placement_group([bundle], strategy="STRICT_PACK")
     try:
-        if not group.wait(timeout):
+        if not worker.wait(lambda: group.wait(1)):  # whole seconds: Ray cuts off the rest
             raise TimeoutError(
-                f"Ray found no place for the draft process in {timeout:g} s: it wants {placement.bundle} on {where}, "
+                f"Ray found no place for the draft process in time: it wants {placement.bundle} on {where}, "
                 f"available: {ray.available_resources()}"
             )
         yield group
@@ -171,7 +192,10 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
         )
         .remote()
     )
-    node, pid = ray.get(actor.whereabouts.remote(), timeout=job["timeout"])
+    whereabouts = actor.whereabouts.remote()
+    if not worker.wait(lambda: bool(ray.wait([whereabouts], timeout=_LOOK_AT_WORKER)[0])):
+        raise TimeoutError(f"Ray started no process in time for the draft process, which has {placement.bundle}")
+    node, pid = ray.get(whereabouts)
     here = ray.get_runtime_context().get_node_id()
     engine = {**job["engine"], "device": device_inside(job["engine"]["device"])}
     handle = publish(job["transport"], job["handle"], ray.util.get_node_ip_address())

@@ -28,6 +28,8 @@ _STEADY = 60.0  # a process that ran this long starts the delays anew
 _POLL = 0.2
 PATIENCE = 10.0
 """Seconds a keeper gets to end its draft process and its cluster before it is killed."""
+TELLING = 1.0
+"""Seconds before the end of the time to start at which a keeper says which resources are missing."""
 _LAST_LINES = 20
 
 
@@ -144,7 +146,7 @@ class Supervisor:
             "handle": dataclasses.asdict(end.handle),
             "inherited": end.inherited,
             "environment": self._environment,
-            "timeout": self._start_timeout,
+            "deadline": time.monotonic() + self._start_timeout - TELLING,
             "worker": os.getpid(),
         }
 
@@ -210,13 +212,15 @@ class _Keeper:
         """Ask it to end, insist after a while, remove what is left, and note the reason it gave."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+        killed = False
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            killed = True
         assert self._process.stdout is not None
-        self.reason = self._process.stdout.read().strip() or self._last_output()
+        self.reason = self._process.stdout.read().strip() or ("" if killed else self._last_output())
         self._process.stdout.close()
         self._remove()
 
