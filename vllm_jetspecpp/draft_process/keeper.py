@@ -26,7 +26,6 @@ from vllm_jetspecpp.transport.processes import publish
 
 NAMESPACE = "vllm_jetspecpp"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; nothing goes through it
-_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an outer address, but not its neighbours
 _LOOK_AT_WORKER = 0.2
 
 
@@ -122,7 +121,6 @@ def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
                 address="local",
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address=_LOOPBACK,
                 _temp_dir=directory,
                 _plasma_directory=directory,
                 _system_config={
@@ -143,10 +141,13 @@ def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
 
 
 def _private_environment() -> None:
-    """Of this process and of the cluster it starts: access by a token of its own, which is in no file.
+    """Of this process and of the cluster it starts: loopback only, and access by a token of its own, in no file.
 
     To be called before Ray is imported, which reads it once.
     """
+    # A cluster that no other machine may join, as Ray makes them on macOS and Windows. Its node is 127.0.0.1 (as an
+    # argument Ray would replace that by an outer address), and every server of Ray binds to that alone.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
