@@ -139,6 +139,35 @@ def test_hit_answers_the_cached_block_and_miss_the_fallback(tiny: Tiny) -> None:
                 assert (answer.origin, list(answer.tokens)) == (Origin.FALLBACK, plain.fallback())
 
 
+@pytest.mark.parametrize("cut", range(6))
+def test_a_cut_block_goes_on(tiny: Tiny, cut: int) -> None:
+    """The scheduler verified ``cut`` of γ drafts and the target then said the next one itself: the rest is the draft.
+
+    Where nothing is left of it the block is drafted anew; and the shorter block's own round is of the usual shape.
+    """
+    config, tokens = RoundConfig(5, 3, 1, 1), random_tokens(15, seed=3)
+    engine = tiny.engine(config)
+    draft = engine.answer(VerifiedBatch(0, (first_message(0, tokens, tiny.states(tokens[:-1])),))).drafts[0]
+    engine.work()
+    outcome = Outcome(cut, draft.tokens[cut] if cut < 5 else 7)
+    sequence = [*tokens, *draft.tokens[:cut], outcome.bonus_token]
+    states = tiny.states(sequence[:-1])
+    message = next_message(sequence, states, len(tokens) - 1, outcome, draft.tokens[:cut])
+    answer = engine.answer(VerifiedBatch(1, (message,))).drafts[0]
+    engine.work()
+    assert len(cached(engine, 0)) == config.num_outcomes
+    if cut < 4:
+        assert (answer.origin, answer.tokens) == (Origin.HIT, draft.tokens[cut + 1 :])
+    else:
+        assert answer.origin in (Origin.FALLBACK, Origin.HIT) and len(answer.tokens) == 5
+    # What only fills the shorter block up is never handed out, even where it comes true.
+    whole = Outcome(len(answer.tokens), answer.tokens[-1])
+    sequence += [*answer.tokens, whole.bonus_token]
+    end = next_message(sequence, tiny.states(sequence[:-1]), len(tokens) + cut, whole, answer.tokens)
+    last = engine.answer(VerifiedBatch(2, (end,))).drafts[0]
+    assert len(last.tokens) == 5 and last.origin in (Origin.FALLBACK, Origin.HIT)
+
+
 def test_requests_of_a_batch_hit_and_miss_independently(tiny: Tiny) -> None:
     config = RoundConfig(5, 3, 1, 1)
     engine = tiny.engine(config)

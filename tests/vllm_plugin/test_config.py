@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -50,6 +51,15 @@ def model_configs(target: Path, other_target: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's loggers do not propagate."""
+    logger = logging.getLogger("vllm.jetspecpp")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
 def create(model_configs: dict[str, Any]) -> Iterator[Create]:
     """``EngineArgs.create_speculative_config``, as vLLM calls it."""
 
@@ -81,6 +91,17 @@ def test_defaults_come_from_the_checkpoint(create: Create, checkpoint: Path) -> 
     assert config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids == [2, 4, 6]
     assert not hasattr(config.target_model_config.hf_config, "eagle_aux_hidden_state_layer_ids")
     assert "num_speculative_tokens=7" in repr(config)
+
+
+def test_a_short_trained_length_becomes_a_window(
+    create: Create, target: Path, tmp_path: Path, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    """max_model_len is 256: a checkpoint made for 100 positions reads the last 100, and says so."""
+    made_for = make_tiny_checkpoint(target, tmp_path, max_position_embeddings=100)
+    config = create(method(model=str(made_for.folder)))
+    assert config.draft_window == 100
+    assert "made for 100 positions and max_model_len is 256: drafts are made from the last 100" in caplog_vllm.text
+    assert create(method(model=str(made_for.folder), draft_window=60)).draft_window == 60
 
 
 def test_survives_pickling_and_replace(create: Create, checkpoint: Path) -> None:
@@ -116,6 +137,7 @@ def test_engine_config(target: Path) -> None:
     engine = spec.engine_config(vllm_config)
     assert (engine.target, engine.num_slots, engine.max_model_len) == (str(target), 3, 128)
     assert (engine.dtype, engine.device, engine.num_threads) == ("float32", "cpu", 1)
+    assert (engine.prefix_store_bytes, engine.window) == (256 << 20, None)
     assert spec.placement_config.draft_resources == {"num_cpus": 1, "drafting": 1}
     assert not vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
 
@@ -168,6 +190,10 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
             "draft_cores is for draft_device 'cpu', got draft_device 'cuda'",
         ),
         ({"draft_slots": 0}, "draft_slots must be an integer from 1 to 4096, got 0"),
+        ({"prefix_store_mib": -1}, "prefix_store_mib must be an integer from 0 to"),
+        ({"draft_window": 0}, "draft_window must be an integer from 1 to 256 (max_model_len), got 0"),
+        ({"draft_window": 257}, "draft_window must be an integer from 1 to 256 (max_model_len), got 257"),
+        ({"cache_bytes_per_position": 1}, "unknown option 'cache_bytes_per_position'"),
         ({"reply_timeout": 0}, "reply_timeout must be a positive number of seconds, got 0"),
         ({"start_timeout": -1}, "start_timeout must be a positive number of seconds, got -1"),
         ({"draft_device": "tpu"}, "draft_device must be 'auto', 'cpu' or 'cuda:N', got 'tpu'"),

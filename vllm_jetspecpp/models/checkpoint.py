@@ -63,6 +63,18 @@ class CheckpointInfo:
         """The tapped layer the decoder starts above."""
         return self.target_layer_ids[-1]
 
+    def cache_bytes_per_position(self, target_config: Any, element_size: int) -> int:
+        """Bytes of keys and values of all three networks at one position: what a draft process keeps of a context.
+
+        Args:
+            target_config: the target's Hugging Face text config.
+            element_size: bytes of an element of the caches.
+        """
+        layer_config = LayerConfig.from_hf(target_config)
+        decoder = target_config.num_hidden_layers - self.deepest_tap - 1
+        num_layers = self.num_draft_layers + sum(self.layers_per_module) + decoder
+        return 2 * num_layers * layer_config.num_kv_heads * layer_config.head_dim * element_size
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a checkpoint; ValueError names it where it is missing or broken."""

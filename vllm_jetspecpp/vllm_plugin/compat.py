@@ -85,6 +85,8 @@ SYMBOLS = (
         "choose the tapped layers",
         mentions="eagle_aux_hidden_state_layer_ids",
     ),
+    Symbol("worker", _RUNNER, "GPUModelRunner.initialize_kv_cache", "know the cache's blocks [overridden]"),
+    Symbol("worker", "vllm.v1.worker.gpu_input_batch", "CachedRequestState", "know a request's blocks"),
     Symbol("worker", _RUNNER, "GPUModelRunner._update_states", "see requests end [overridden]"),
     Symbol("worker", _RUNNER, "GPUModelRunner._input_fits_in_drafter", "trim per request [overridden]"),
     Symbol("worker", _RUNNER, "GPUModelRunner.propose_draft_token_ids", "send what was verified [overridden]"),

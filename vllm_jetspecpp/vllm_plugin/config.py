@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +27,13 @@ from vllm_jetspecpp.draft_process.placement import PlacementConfig
 from vllm_jetspecpp.vllm_plugin import compat, environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 
+logger = logging.getLogger("vllm.jetspecpp")
 WHERE = "speculative_config"
 NOT_SERVED = {"num_draft_tokens", "anchor_replacement"}
 """Of a round: vLLM names γ otherwise, and without anchor replacement rounds are only measured."""
 DEFAULT_ENGINE = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
 MAX_DRAFT_SLOTS = 4096
+MAX_PREFIX_STORE_MIB = 1 << 24
 DEFAULT_DRAFT_SLOTS = 8
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 CPU_WORKER = "vllm_jetspecpp.vllm_plugin.cpu_worker.CPUSpecDecodeWorker"
@@ -74,6 +77,11 @@ class JetSpecConfig(SpeculativeConfig):
     that has ``draft_resources``. ``local``: inside the worker, for tests."""
     draft_slots: int | None = None
     """Requests drafted for at once; further ones decode plainly. By default min(max_num_seqs, 8)."""
+    prefix_store_mib: int = 256
+    """Memory for the states of prefixes that vLLM has cached, which it does not compute again; 0 keeps none."""
+    draft_window: int | None = None
+    """Positions before a block that the draft networks read. By default all, or as many as the checkpoint was made for
+    where ``max_model_len`` is larger."""
     reply_timeout: float = 5.0
     """Seconds that a step waits for drafts before it goes on without."""
     start_timeout: float = 300.0
@@ -82,6 +90,8 @@ class JetSpecConfig(SpeculativeConfig):
     """Dotted path of the class that drafts."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based. The checkpoint says them; an option only with another ``draft_engine``."""
+    cache_bytes_per_position: int = 0
+    """Of the draft process; found out here, no option."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
@@ -101,6 +111,7 @@ class JetSpecConfig(SpeculativeConfig):
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.draft_slots is not None:
             check_range("draft_slots", self.draft_slots, 1, MAX_DRAFT_SLOTS)
+        check_range("prefix_store_mib", self.prefix_store_mib, 0, MAX_PREFIX_STORE_MIB)
         # γ may still be unknown; everything else is checked with a valid one.
         self._round(self.num_speculative_tokens or 1)
 
@@ -146,6 +157,16 @@ class JetSpecConfig(SpeculativeConfig):
         limit, why = info.block_size - 1, f" (block_size of {self.model} less the anchor)"
         check_range("num_speculative_tokens", self.num_speculative_tokens, 1, limit, why)
         check_selection(self.selection, load_calibration(info.folder, self.num_speculative_tokens))
+        model = self.target_model_config
+        self.cache_bytes_per_position = info.cache_bytes_per_position(model.hf_text_config, model.dtype.itemsize)
+        if self.draft_window is None and model.max_model_len > info.max_position_embeddings:
+            self.draft_window = info.max_position_embeddings
+            logger.warning(
+                "the checkpoint was made for %d positions and max_model_len is %d: drafts are made from the last %d",
+                self.draft_window,
+                model.max_model_len,
+                self.draft_window,
+            )
 
     def _choose_layers(self) -> None:
         """Tapped layers for an engine of the user's: the given ones, else evenly spaced over 1..L-3."""
@@ -162,6 +183,8 @@ class JetSpecConfig(SpeculativeConfig):
         given, max_model_len = self.num_speculative_tokens, self.target_model_config.max_model_len
         if given >= max_model_len:
             raise ValueError(f"num_speculative_tokens must be less than max_model_len {max_model_len}, got {given}")
+        if self.draft_window is not None:
+            check_range("draft_window", self.draft_window, 1, max_model_len, " (max_model_len)")
 
     def _resolve_placement(self) -> None:
         from vllm.platforms import current_platform
@@ -232,6 +255,8 @@ class JetSpecConfig(SpeculativeConfig):
             dtype=str(model.dtype).removeprefix("torch."),
             device=self.draft_device,
             num_threads=self._num_threads,
+            prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
+            window=self.draft_window,
             engine=self.draft_engine,
         )
 
@@ -240,6 +265,17 @@ class JetSpecConfig(SpeculativeConfig):
         if isinstance(self.draft_cores, list):
             return len(self.draft_cores)
         return max(1, int(self.placement_config.bundle.get("CPU", 1))) if self.on_any_node else 1
+
+    def memory_of(self, engine: EngineConfig) -> str:
+        """What the draft process keeps of contexts, for people: fixed at start, whatever is served.
+
+        Beyond it there are only the weights and the tensors of one round.
+        """
+        caches = engine.num_slots * (engine.max_model_len + 1) * self.cache_bytes_per_position
+        return (
+            f"{caches / 2**20:.0f} MiB of caches ({engine.num_slots} requests of {engine.max_model_len} positions) and "
+            f"{engine.prefix_store_bytes / 2**20:.0f} MiB of cached prefixes"
+        )
 
     def compute_hash(self) -> str:
         """Hash of what changes the target's graph: it returns the states of the tapped layers."""
@@ -251,7 +287,8 @@ class JetSpecConfig(SpeculativeConfig):
         return f"SpeculativeConfig(method={METHOD!r}, {given})"
 
 
-OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__})
+NO_OPTIONS = {"cache_bytes_per_position"}
+OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__} - NO_OPTIONS)
 
 
 def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:

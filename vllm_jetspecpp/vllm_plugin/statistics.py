@@ -34,6 +34,10 @@ class Statistics:
     """Entry k counts the rounds that accepted k draft tokens, 0..γ."""
     blocks_by_origin: dict[str, int] = field(default_factory=_per_origin)
     """Blocks received; hits and misses (fallback) among them."""
+    context_positions: int = 0
+    """Positions before the anchors of those blocks."""
+    missing_positions: int = 0
+    """Those of them whose states the draft process did not have: of cached prefixes it no longer knew."""
     invalid_blocks: int = 0
     """Blocks received that were not usable, in part or at all."""
     verify_seconds: float = 0.0
@@ -68,12 +72,18 @@ class Statistics:
         """Count one usable block from the draft process."""
         self.blocks_by_origin[origin.name.lower()] += 1
 
+    def context(self, num_positions: int, num_missing: int) -> None:
+        """Count the context that one block was drafted from."""
+        self.context_positions += num_positions
+        self.missing_positions += min(max(num_missing, 0), num_positions)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, with the derived ones.
 
         ``committed`` splits all tokens by who found them: the target (one a round, and all without a block), else the
         origin of the block. ``acceptance_length`` is τ, tokens committed per round, and ``hit_rate`` the share of hits
-        among the blocks for which an outcome could have been foreseen.
+        among the blocks for which an outcome could have been foreseen; ``missing_share`` is the share of context
+        positions that were drafted from without their states.
         """
         hits, misses = self.blocks_by_origin["hit"], self.blocks_by_origin["fallback"]
         values = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
@@ -81,6 +91,7 @@ class Statistics:
             "hits": hits,
             "misses": misses,
             "hit_rate": hits / max(hits + misses, 1),
+            "missing_share": self.missing_positions / max(self.context_positions, 1),
             "acceptance_length": (self.accepted + self.rounds) / max(self.rounds, 1),
             "committed": {"target": self.rounds + self.plain_tokens, **self.accepted_by_origin},
         }

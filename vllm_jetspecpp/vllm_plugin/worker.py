@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
 from vllm_jetspecpp.vllm_plugin import compat
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
+
+logger = logging.getLogger("vllm.jetspecpp")
 
 
 class SpecDecodeWorker(Worker):
@@ -32,8 +35,11 @@ class SpecDecodeWorker(Worker):
 
     def _make_client(self) -> DraftClient:
         spec = self.vllm_config.speculative_config
+        engine = spec.engine_config(self.vllm_config)
+        if spec.cache_bytes_per_position:
+            logger.info("the draft process keeps %s", spec.memory_of(engine))
         return make_client(
-            spec.engine_config(self.vllm_config),
+            engine,
             spec.placement_config,
             spec.transport,
             spec.reply_timeout,
