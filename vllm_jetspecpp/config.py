@@ -13,7 +13,7 @@ MAX_OUTCOMES = 64
 MAX_PASSES = 16
 AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED = "auto", "calibrated", "conformal", "uncalibrated"
 SELECTIONS = (AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED)
-TRANSPORTS = ("shared_memory", "local")
+TRANSPORTS = ("shared_memory", "tcp", "local")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -23,6 +23,9 @@ Create = Callable[..., Any]
 OWN_ENGINE = {"draft_engine": "tests.engines.EchoEngine", "num_speculative_tokens": 7, "model": "anything"}
 
 
+ELSEWHERE = {"transport": "tcp", "ray_address": "192.0.2.1:6379"}
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("target"))
@@ -139,6 +142,24 @@ def test_engine_config(target: Path) -> None:
     assert not vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
 
 
+def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cores are those of its node; Ray chooses its GPU; RAY_ADDRESS is as good as the option."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_resources={"num_cpus": 3, "far": 1}))
+    assert config.draft_cores is None and placement.BIND not in os.environ
+    assert config.placement_config.any_node and config.draft_device == "cpu" and config._num_threads == 3
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_cores=[70, 71]))
+    assert config.placement_config.draft_cores == (70, 71) and config._num_threads == 2
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_resources={"num_gpus": 1}))
+    assert config.draft_device == "cuda" and config.draft_cores is None
+    for here in ({}, {"ray_address": "local"}):
+        config = create(method(**OWN_ENGINE, transport="tcp", **here))
+        assert not config.placement_config.any_node and config.draft_cores == [max(os.sched_getaffinity(0))]
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    assert create(method(**OWN_ENGINE, transport="tcp")).placement_config.any_node
+    assert not create(method(**OWN_ENGINE)).placement_config.any_node
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -161,7 +182,19 @@ def test_engine_config(target: Path) -> None:
             "num_speculative_tokens_per_batch_size [(2, 4, 1)]: The first batch-size range must start at 1",
         ),
         ({"num_speculative_tokens_per_batch_size": [[1, 4, -1]]}, "values must be >= 0"),
-        ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'local', got 'pigeon'"),
+        ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'tcp', 'local', got 'pigeon'"),
+        ({"ray_address": "ray://head:10001"}, "ray_address must be the HOST:PORT of a cluster, or 'local', got 'ray:"),
+        ({**ELSEWHERE, "draft_cores": 2}, "draft_cores must be distinct core ids of the node that draft_resources"),
+        ({**ELSEWHERE, "draft_cores": [1, 1]}, "draft_cores must be distinct core ids of the node"),
+        (
+            {**ELSEWHERE, "draft_device": "cuda:1"},
+            "draft_device must be 'auto', 'cpu' or 'cuda' for a draft process on",
+        ),
+        ({**ELSEWHERE, "draft_device": "cuda"}, "draft_device 'cuda' on any node needs draft_resources with num_gpus"),
+        (
+            {**ELSEWHERE, "draft_resources": {"num_gpus": 1}, "draft_cores": [0]},
+            "draft_cores is for draft_device 'cpu', got draft_device 'cuda'",
+        ),
         ({"draft_slots": 0}, "draft_slots must be an integer from 1 to 4096, got 0"),
         ({"prefix_store_mib": -1}, "prefix_store_mib must be an integer from 0 to"),
         ({"draft_window": 0}, "draft_window must be an integer from 1 to 256 (max_model_len), got 0"),

@@ -7,6 +7,7 @@ before it is used, so that a damaged message is a ValueError and never a wild re
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 
@@ -17,6 +18,9 @@ from vllm_jetspecpp.types import Origin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states on the wire; a message names one by its index."""
+
+MAX_WIDTH = 1 << 24
+"""Of a row of states."""
 
 _VERIFIED_MAGIC = 0x4A53_5050_0001
 _DRAFT_MAGIC = 0x4A53_5050_0002
@@ -145,6 +149,8 @@ def _read_request(record: tuple[int, ...], reader: _Reader) -> Verified:
         record
     )
     accepted, verified, room = counts
+    if min(slot, token_start, state_start, verified) < 0:
+        raise ValueError(f"message names a negative slot, position or count: {record}")
     if not 0 <= dtype < len(DTYPES):
         raise ValueError(f"message names state dtype {dtype}, known are 0..{len(DTYPES) - 1}")
     return Verified(
@@ -209,11 +215,10 @@ class _Reader:
         return struct.unpack_from(f"={count}i", self._buffer, self._take(4 * count))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            if size < 0:
-                raise ValueError(f"message names a negative size in {shape}")
-            count *= size
+        # An empty tensor takes no bytes, whatever its other size says: that is bounded here.
+        if min(shape) < 0 or shape[0] > len(self._buffer) or max(shape[1:], default=0) > MAX_WIDTH:
+            raise ValueError(f"message names impossible sizes {shape}")
+        count = math.prod(shape)
         start = self._take(count * dtype.itemsize)
         if not count:
             return torch.empty(shape, dtype=dtype)

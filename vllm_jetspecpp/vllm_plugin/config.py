@@ -63,15 +63,18 @@ class JetSpecConfig(SpeculativeConfig):
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
     draft_device: str = "auto"
-    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes."""
+    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. On another node ``cuda``, one GPU that Ray
+    chooses there, or ``cpu``; ``auto`` there is ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
     draft_cores: int | list[int] | None = None
-    """Draft process on CPU: its cores, as a number or as core ids; by default one."""
+    """Draft process on CPU: its cores, as a number or as core ids; by default one. On another node core ids of that
+    node; by default any, with as many threads as ``draft_resources`` ask for ``num_cpus``."""
     draft_resources: dict[str, float] | None = None
     """Further Ray resources that the draft process asks for."""
     ray_address: str | None = None
     """Ray cluster to start the draft process in; by default the current one or a local one."""
     transport: str = "shared_memory"
-    """``shared_memory``: a process of its own on this host. ``local``: inside the worker, for tests."""
+    """``shared_memory``: a process of its own on this host. ``tcp``: on any node of the cluster at ``ray_address``
+    that has ``draft_resources``. ``local``: inside the worker, for tests."""
     draft_slots: int | None = None
     """Requests drafted for at once; further ones decode plainly. By default min(max_num_seqs, 8)."""
     prefix_store_mib: int = 256
@@ -201,6 +204,11 @@ class JetSpecConfig(SpeculativeConfig):
     def _resolve_placement(self) -> None:
         from vllm.platforms import current_platform
 
+        if self.on_any_node:
+            gpus = self.placement_config.bundle.get("GPU", 0)
+            self.draft_device = placement.resolve_remote_device(self.draft_device, gpus)
+            placement.check_remote_cores(self.draft_cores, self.draft_device)
+            return
         self.draft_device = placement.resolve_draft_device(self.draft_device, self.target_parallel_config)
         if self.draft_device != "cpu":
             if self.draft_cores is not None:
@@ -233,10 +241,16 @@ class JetSpecConfig(SpeculativeConfig):
         self.draft_parallel_config = parallel
 
     @property
+    def on_any_node(self) -> bool:
+        """Whether the draft process may run on another node of a cluster than the worker's."""
+        address = self.ray_address or environment.given_by_user("RAY_ADDRESS")
+        return self.transport == "tcp" and address not in (None, "", "local")
+
+    @property
     def placement_config(self) -> PlacementConfig:
         """Where the draft process runs."""
         cores = tuple(self.draft_cores) if isinstance(self.draft_cores, list) else None
-        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address)
+        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address, any_node=self.on_any_node)
         return placement if self.draft_resources is None else replace(placement, draft_resources=self.draft_resources)
 
     def engine_config(self, vllm_config: Any) -> EngineConfig:
@@ -255,11 +269,17 @@ class JetSpecConfig(SpeculativeConfig):
             max_model_len=model.max_model_len,
             dtype=str(model.dtype).removeprefix("torch."),
             device=self.draft_device,
-            num_threads=len(self.draft_cores) if isinstance(self.draft_cores, list) else 1,
+            num_threads=self._num_threads,
             prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
             window=self.draft_window,
             engine=self.draft_engine,
         )
+
+    @property
+    def _num_threads(self) -> int:
+        if isinstance(self.draft_cores, list):
+            return len(self.draft_cores)
+        return max(1, int(self.placement_config.bundle.get("CPU", 1))) if self.on_any_node else 1
 
     def memory_of(self, engine: EngineConfig) -> str:
         """What the draft process keeps of contexts, for people: fixed at start, whatever is served.
