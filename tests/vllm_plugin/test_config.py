@@ -199,6 +199,7 @@ def test_choice_of_model_runner(create: Create, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(V2_RUNNER, raising=False)
     create(own)
     assert os.environ[V2_RUNNER] == "0"
+    environment.release()
     monkeypatch.setenv(V2_RUNNER, "yes")
     check_refusal(lambda: create(own), "VLLM_USE_V2_MODEL_RUNNER must be 0 or 1, got 'yes'")
     monkeypatch.setenv(V2_RUNNER, "1")
@@ -211,6 +212,7 @@ def test_choice_of_model_runner(create: Create, monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.usefixtures("create")  # gives the environment back
 def test_vllm_does_not_choose_async_scheduling(model_configs: dict[str, Any]) -> None:
     args = EngineArgs(model=model_configs["target"].model, speculative_config=method(**OWN_ENGINE))
     assert args.async_scheduling is None
