@@ -32,14 +32,14 @@ def measured(llm: Any, prompts: list[list[int]], **sampling: Any) -> dict[str, A
     return {"outputs": generate(llm, prompts, **sampling), "stats": take_stats(llm)}
 
 
-def preempting(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+def preempting(llm: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
     """All prompts together, in an engine that has blocks for about half of them."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preemptions: list[Any] = []
     original = scheduler._preempt_request
     scheduler._preempt_request = lambda *args, **kwargs: preemptions.append(args) or original(*args, **kwargs)
     try:
-        return measured(llm, prompts) | {"preemptions": len(preemptions)}
+        return measured(llm, prompts, max_tokens=max_tokens) | {"preemptions": len(preemptions)}
     finally:
         scheduler._preempt_request = original
 
@@ -110,9 +110,9 @@ def with_test_engine(request: dict[str, Any]) -> dict[str, Any]:
     with running_engine(request["model"], **request["engine"], speculative_config=request["switchable"]) as llm:
         runner = worker_of(llm).model_runner
         report: dict[str, Any] = {"runner": [c.__name__ for c in type(runner).__mro__], "start": take_stats(llm)}
-        for mode in request["modes"]:
+        for mode, max_tokens in request["modes"].items():
             SwitchableEngine.mode = mode
-            report[f"batch {mode}"] = preempting(llm, prompts)
+            report[f"batch {mode}"] = preempting(llm, prompts, max_tokens)
         SwitchableEngine.mode = "mixed"
         report["states"] = state_error(llm, request["model"], prompts[3])
         SwitchableEngine.mode = "echo"
@@ -126,7 +126,7 @@ def with_test_engine(request: dict[str, Any]) -> dict[str, Any]:
 def with_draft_engine(request: dict[str, Any]) -> dict[str, Any]:
     options = request["engine"] | {"num_gpu_blocks_override": None}
     with running_engine(request["model"], **options, speculative_config=request["checkpoint"]) as llm:
-        return measured(llm, request["prompts"])
+        return measured(llm, request["prompts"], max_tokens=request["max_tokens"])
 
 
 if __name__ == "__main__":
