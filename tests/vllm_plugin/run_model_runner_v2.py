@@ -22,6 +22,20 @@ from tests.engines import SwitchableEngine  # noqa: E402
 from tests.vllm_plugin.conftest import generate, running_engine, worker_of  # noqa: E402
 
 
+def warm_up_as_on_gpus() -> None:
+    """Have the CPU worker warm up as the GPU worker does: with requests that vLLM makes up."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+    original = CPUWorker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        assert run_mixed_prefill_decode_warmup(self.model_runner, self.execute_model, self.sample_tokens, 20)
+        return original(self)
+
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
 def take_stats(llm: Any) -> dict[str, Any]:
     return llm.collective_rpc("jetspecpp_stats", kwargs={"reset": True})[0]
 
@@ -109,7 +123,10 @@ def with_test_engine(request: dict[str, Any]) -> dict[str, Any]:
     prompts = request["prompts"]
     with running_engine(request["model"], **request["engine"], speculative_config=request["switchable"]) as llm:
         runner = worker_of(llm).model_runner
-        report: dict[str, Any] = {"runner": [c.__name__ for c in type(runner).__mro__], "start": take_stats(llm)}
+        report: dict[str, Any] = {
+            "runner": [c.__name__ for c in type(runner).__mro__],
+            "start": take_stats(llm) | {"messages": len(SwitchableEngine.last.messages)},
+        }
         for mode, max_tokens in request["modes"].items():
             SwitchableEngine.mode = mode
             report[f"batch {mode}"] = preempting(llm, prompts, max_tokens)
@@ -130,6 +147,7 @@ def with_draft_engine(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    warm_up_as_on_gpus()
     asked = json.loads(sys.argv[1])
     report = with_test_engine(asked) | {"draft engine": with_draft_engine(asked)}
     print(json.dumps(report))

@@ -80,7 +80,10 @@ def test_our_runner_is_a_v2_runner(report: dict[str, Any]) -> None:
         "CPUModelRunner",
         "GPUModelRunner",
     ]
-    assert report["start"]["rounds"] == report["start"]["plain_tokens"] == 0
+
+
+def test_warm_up_is_not_drafted_for(report: dict[str, Any]) -> None:
+    assert report["start"]["messages"] == report["start"]["rounds"] == report["start"]["plain_tokens"] == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
