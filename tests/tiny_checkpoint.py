@@ -19,6 +19,7 @@ def make_tiny_checkpoint(
     block_size: int = 8,
     draft_vocab_size: int | None = None,
     copy_adapter: bool = False,
+    max_position_embeddings: int | None = None,
     seed: int = 0,
 ) -> CheckpointInfo:
     """Write a checkpoint for ``target``.
@@ -29,9 +30,8 @@ def make_tiny_checkpoint(
     hf_config = load_target_config(target)
     below = (-1, *taps[:-1])
     layers = tuple(tap - low if copy_adapter else 1 for tap, low in zip(taps, below, strict=True))
-    info = CheckpointInfo(
-        folder, taps, block_size, 2, layers, draft_vocab_size or hf_config.vocab_size, hf_config.max_position_embeddings
-    )
+    vocab, positions = draft_vocab_size or hf_config.vocab_size, hf_config.max_position_embeddings
+    info = CheckpointInfo(folder, taps, block_size, 2, layers, vocab, max_position_embeddings or positions)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft_model, adapter = build(LayerConfig.from_hf(hf_config), info)

@@ -13,7 +13,7 @@ MAX_OUTCOMES = 64
 MAX_PASSES = 16
 AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED = "auto", "calibrated", "conformal", "uncalibrated"
 SELECTIONS = (AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED)
-TRANSPORTS = ("shared_memory", "local")
+TRANSPORTS = ("shared_memory", "tcp", "local")
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -118,12 +118,19 @@ class EngineConfig:
     """``float32``, ``bfloat16`` or ``float16``: of weights, caches and the states on the wire."""
     device: str = "cpu"
     num_threads: int = 1
+    prefix_store_bytes: int = 0
+    """Memory for the states of prefixes that vLLM has cached."""
+    window: int | None = None
+    """Positions before a block that the draft networks read; None: all."""
     engine: str = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
     """Dotted path of the engine class: the place where researchers (and tests) plug in another drafter."""
 
     def __post_init__(self) -> None:
         check_range("num_slots", self.num_slots, 1, 4096)
         check_range("max_model_len", self.max_model_len, 2, 1 << 24)
+        check_range("prefix_store_bytes", self.prefix_store_bytes, 0, 1 << 50)
+        if self.window is not None:
+            check_range("window", self.window, 1, 1 << 24)
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
 
 

@@ -19,7 +19,7 @@ class DraftBlock(NamedTuple):
     """A block as the draft process keeps it between rounds."""
 
     tokens: tuple[int, ...]
-    """γ draft tokens."""
+    """γ draft tokens; fewer where a block goes on with the rest of one that was cut."""
     confidence: tuple[float, ...]
     """Log of the draft model's largest probability at each of them; scores of outcomes read it."""
 

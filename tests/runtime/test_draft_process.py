@@ -102,6 +102,9 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_DELAY", 0.05)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    metrics = Path(temp_dir, "metrics")  # of a server with several API servers
+    metrics.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics))
     last_core = (os.cpu_count() or 1) - 1
     affinity = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {0})
@@ -110,7 +113,7 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
     try:
         assert client.generation == 0 and not client.ready() and not client.send(batch(0)) and client.receive() is None
         client.wait_started()
-        assert client.ready() and client.generation == 1 and client.stats.restarts == 0
+        assert client.ready() and client.generation == 1 and client.stats.restarts == 0 and client.alive
         pid, threads = draft_of(client, 1)
         assert threads == 1
         assert all(os.sched_getaffinity(int(t)) == {last_core} for t in os.listdir(f"/proc/{pid}/task"))
@@ -135,13 +138,16 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
 
         (keeper,) = [p for p in psutil.Process().children() if "vllm_jetspecpp.draft_process.keeper" in p.cmdline()]
         assert len([r for r in caplog.records if "without drafts" in r.message]) == client.stats.restarts == 3
+        assert client.alive
         keeper.kill()  # and close amid the restart
+        wait_for(lambda: not client.alive, 10, "notice of the end")
         wait_for(lambda: not client.send(batch(40)) or client.receive() is None, 10, "the end of drafting")
     finally:
         os.sched_setaffinity(0, affinity)
         client.close()
         client.close()
-    assert not client.ready() and not client.send(batch(99))
+    assert not client.ready() and not client.send(batch(99)) and not client.alive
+    assert os.listdir(metrics) == [], "Ray added its own to them"
     assert_nothing_left(temp_dir)
 
 

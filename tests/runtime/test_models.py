@@ -10,6 +10,7 @@ from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.foresight import simulate_verification
 from vllm_jetspecpp.foresight.masks import BranchMasks
 from vllm_jetspecpp.models.attention import KeysValues, attend
+from vllm_jetspecpp.runtime.kv_cache import View
 
 
 @torch.inference_mode()
@@ -41,7 +42,7 @@ def test_committed_keys_equal_plain_ones(tiny: Tiny) -> None:
     pairs = ((engine.states.draft_model, plain.draft), (engine.states.adapter, plain.adapter))
     for cache, expected in (*pairs, (engine.states.decoder, plain.decoder)):
         for layer, (keys, values) in enumerate(expected):
-            own = cache.read(layer, torch.tensor([1]), 21)
+            own = cache.read(layer, View(torch.tensor([1]), 21))
             torch.testing.assert_close(own.keys[0].transpose(0, 1), keys, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(own.values[0].transpose(0, 1), values, atol=1e-4, rtol=1e-4)
 

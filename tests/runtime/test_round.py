@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from tests.naive_round import NaiveRound
+from tests.naive_round import NaiveRound, simulate
 from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
-from vllm_jetspecpp.types import Origin, Outcome
+from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
 
 ROUNDS = [(5, 4, 0, 0), (7, 1, 1, 0), (7, 16, 1, 1), (3, 5, 3, 3), (7, 4, 3, 2), (1, 3, 2, 2)]
 
@@ -139,6 +141,35 @@ def test_hit_answers_the_cached_block_and_miss_the_fallback(tiny: Tiny) -> None:
                 assert (answer.origin, list(answer.tokens)) == (Origin.FALLBACK, plain.fallback())
 
 
+@pytest.mark.parametrize("cut", range(6))
+def test_a_cut_block_goes_on(tiny: Tiny, cut: int) -> None:
+    """The scheduler verified ``cut`` of γ drafts and the target then said the next one itself: the rest is the draft.
+
+    Where nothing is left of it the block is drafted anew; and the shorter block's own round is of the usual shape.
+    """
+    config, tokens = RoundConfig(5, 3, 1, 1), random_tokens(15, seed=3)
+    engine = tiny.engine(config)
+    draft = engine.answer(VerifiedBatch(0, (first_message(0, tokens, tiny.states(tokens[:-1])),))).drafts[0]
+    engine.work()
+    outcome = Outcome(cut, draft.tokens[cut] if cut < 5 else 7)
+    sequence = [*tokens, *draft.tokens[:cut], outcome.bonus_token]
+    states = tiny.states(sequence[:-1])
+    message = next_message(sequence, states, len(tokens) - 1, outcome, draft.tokens[:cut])
+    answer = engine.answer(VerifiedBatch(1, (message,))).drafts[0]
+    engine.work()
+    assert len(cached(engine, 0)) == config.num_outcomes
+    if cut < 4:
+        assert (answer.origin, answer.tokens) == (Origin.HIT, draft.tokens[cut + 1 :])
+    else:
+        assert answer.origin in (Origin.FALLBACK, Origin.HIT) and len(answer.tokens) == 5
+    # What only fills the shorter block up is never handed out, even where it comes true.
+    whole = Outcome(len(answer.tokens), answer.tokens[-1])
+    sequence += [*answer.tokens, whole.bonus_token]
+    end = next_message(sequence, tiny.states(sequence[:-1]), len(tokens) + cut, whole, answer.tokens)
+    last = engine.answer(VerifiedBatch(2, (end,))).drafts[0]
+    assert len(last.tokens) == 5 and last.origin in (Origin.FALLBACK, Origin.HIT)
+
+
 def test_requests_of_a_batch_hit_and_miss_independently(tiny: Tiny) -> None:
     config = RoundConfig(5, 3, 1, 1)
     engine = tiny.engine(config)
@@ -176,6 +207,26 @@ def test_a_new_request_sees_nothing_of_the_old_one(tiny: Tiny) -> None:
     for engine in (used, fresh):
         engine.work()
     assert cached(used, 0) == cached(fresh, 0)
+
+
+def test_a_cut_block_ends_where_it_was_cut(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last draft token handed out, any token may follow, that of the whole block too."""
+    room, config, tokens = 1, RoundConfig(5, 64, 0, 0), random_tokens(20, seed=4)
+    engine, states = tiny.engine(config), tiny.states(tokens[:-1])
+    plain, whole = NaiveRound(engine.nets, config, tokens, states), list[int]()
+    with torch.inference_mode():  # what the decoder thinks likeliest, so that its outcomes reach the cut
+        for position in range(len(tokens) - 1, len(tokens) + 4):
+            block = [tokens[-1], *whole]
+            log_probs, _ = simulate(engine.nets, block, list(range(len(tokens) - 1, position + 1)), plain.context())
+            whole.append(int(engine.nets.target.head_token_ids[log_probs[-1].argmax()]))
+    monkeypatch.setattr(engine, "_fallback", lambda missed: {0: DraftBlock(tuple(whole), (0.0,) * 5)})
+    message = dataclasses.replace(first_message(0, tokens, states), max_draft_tokens=room)
+    engine.answer(VerifiedBatch(0, (message,)))
+    engine.work()
+    with torch.inference_mode():
+        expected = plain.predraft(whole, num_verified=room)
+    assert {tuple(o): list(b) for o, b in cached(engine, 0).items()} == expected
+    assert Outcome(room, whole[room]) in cached(engine, 0)
 
 
 def test_drafts_end_at_the_room_given(tiny: Tiny) -> None:

@@ -27,7 +27,8 @@ def assert_same_request(left, right):
 
 
 def assert_same(left, right):
-    assert (left.step, left.released, len(left.requests)) == (right.step, right.released, len(right.requests))
+    assert dataclasses.replace(left, requests=()) == dataclasses.replace(right, requests=())
+    assert len(left.requests) == len(right.requests)
     for a, b in zip(left.requests, right.requests, strict=True):
         assert_same_request(a, b)
 
@@ -41,14 +42,20 @@ def encoded(batch):
 BATCHES = {
     "empty": VerifiedBatch(0, ()),
     "only released": VerifiedBatch(7, (), released=(3, 0, 4095)),
+    "only overwritten": VerifiedBatch(7, (), overwritten=(1 << 40, 0)),
     "no states": VerifiedBatch(1, (request(num_states=0, wants_draft=True),)),
     "no tokens": VerifiedBatch(1, (request(num_tokens=0),)),
     "nothing at all": VerifiedBatch(1, (request(num_tokens=0, num_states=0, width=0, reset=True),)),
     "bf16, odd width": VerifiedBatch(2, (request(dtype=torch.bfloat16, num_states=3, width=7),)),
     "all fields": VerifiedBatch(
         1 << 40,
-        (request(9, 130, num_accepted=4, num_verified=7, wants_draft=True, max_draft_tokens=11, reset=True),),
+        (
+            request(9, 130, num_accepted=4, num_verified=7, wants_draft=True, max_draft_tokens=11, reset=True),
+            request(3, 64, first_block=4, block_ids=(17, 3, 1 << 33)),
+        ),
         released=(1,),
+        overwritten=(5, 6),
+        cache_block_size=16,
     ),
     "many, mixed": VerifiedBatch(
         3, tuple(request(i, i, i % 4, i % 3, 1 + i % 6, codec.DTYPES[i % 3], wants_draft=i % 2 == 0) for i in range(70))
@@ -76,7 +83,7 @@ def test_decoded_tensors_are_copies():
 
 @pytest.mark.parametrize(
     "drafts",
-    [(), (Draft(0, (), Origin.NONE),), (Draft(1, (5, 6, 7), Origin.HIT), Draft(2, (49151,), Origin.FALLBACK))],
+    [(), (Draft(0, (), Origin.NONE),), (Draft(1, (5, 6, 7), Origin.HIT, 12), Draft(2, (49151,), Origin.FALLBACK))],
 )
 def test_draft_round_trip(drafts):
     batch = DraftBatch(12, drafts)
@@ -94,9 +101,9 @@ def test_wrong_dtypes_are_refused(wrong):
         encoded(batch)
 
 
-# Bytes of the header and of the first request: magic, total, step, requests, released | slot, token start, tokens,
-# state start, states, width, dtype.
-@pytest.mark.parametrize("field", [0, 1, 3, 4, 5 + 2, 5 + 4, 5 + 5, 5 + 6])
+# Fields of the header and of the first request: magic, total, step, requests, released, overwritten, block size | slot,
+# token start, tokens, state start, states, width, dtype, accepted, verified, room, flags, first block, blocks.
+@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7 + 2, 7 + 4, 7 + 5, 7 + 6, 7 + 12])
 @pytest.mark.parametrize("value", [-1, 1 << 20, 1 << 62])
 def test_damaged_fields_are_refused(field, value):
     buffer = encoded(VerifiedBatch(5, (request(),)))
@@ -137,11 +144,13 @@ MIXED = VerifiedBatch(
     (
         request(0, 0, 41, 40, 16, wants_draft=True, reset=True, num_accepted=2, num_verified=3),
         request(1, 100, 1, 3, 16, state_start=97, wants_draft=True, num_accepted=2, num_verified=3),
-        request(2, 0, 64, 64, 16, reset=True),
+        request(2, 0, 64, 64, 16, reset=True, block_ids=(7, 5), first_block=0),
         request(3, 0, 301, 1, 16, state_start=299, wants_draft=True),
         request(4, 5, 1, 0, 16, wants_draft=True, reset=True),
     ),
     released=(2, 9),
+    overwritten=(4,),
+    cache_block_size=16,
 )
 
 
@@ -150,12 +159,13 @@ def test_split_pieces_mean_the_same(max_bytes):
     pieces = split_batch(MIXED, max_bytes)
     assert len(pieces) > 1 and all(codec.verified_bytes(p) <= max_bytes for p in pieces)
     assert [p.wants_reply for p in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert [p.released for p in pieces] == [(2, 9)] + [()] * (len(pieces) - 1)
+    assert [(p.released, p.overwritten) for p in pieces] == [((2, 9), (4,))] + [((), ())] * (len(pieces) - 1)
     assert [r.slot for r in pieces[-1].requests] == [0, 1, 3, 4]
-    assert all(p.step == MIXED.step for p in pieces)
+    assert all((p.step, p.cache_block_size) == (MIXED.step, MIXED.cache_block_size) for p in pieces)
     for original in MIXED.requests:
         parts = [r for p in pieces for r in p.requests if r.slot == original.slot]
         assert joined(pieces, original.slot) == joined([MIXED], original.slot)
+        assert all(r.block_ids == original.block_ids for r in parts)
         assert [r.reset for r in parts] == [original.reset] + [False] * (len(parts) - 1)
         last = parts[-1]
         assert (last.num_accepted, last.num_verified) == (original.num_accepted, original.num_verified)

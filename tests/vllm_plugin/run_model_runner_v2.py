@@ -94,7 +94,7 @@ def abort(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
     return {
         "outputs": [outputs[f"abort-{i}"] for i in range(0, len(prompts), 2)],
         "next": kept,
-        "num_histories": len(runner.speculator._histories),
+        "num_known": len(runner.speculator._requests),
         "num_free_slots": len(runner.drafter._free_slots),
     }
 
@@ -141,9 +141,12 @@ def with_test_engine(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_draft_engine(request: dict[str, Any]) -> dict[str, Any]:
-    options = request["engine"] | {"num_gpu_blocks_override": None}
+    """All prompts together, then one of several blocks alone, with a cold and with a warm prefix cache."""
+    options, prompts = request["engine"] | {"num_gpu_blocks_override": None}, request["prompts"]
     with running_engine(request["model"], **options, speculative_config=request["checkpoint"]) as llm:
-        return measured(llm, request["prompts"], max_tokens=request["max_tokens"])
+        report = measured(llm, prompts, max_tokens=request["max_tokens"])
+        llm.reset_prefix_cache()
+        return report | {name: measured(llm, [prompts[5]], max_tokens=8) for name in ("cold", "warm")}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from vllm_jetspecpp.vllm_plugin.config import CPU_WORKER, V2_RUNNER, JetSpecConf
 
 Create = Callable[..., Any]
 OWN_ENGINE = {"draft_engine": "tests.engines.EchoEngine", "num_speculative_tokens": 7, "model": "anything"}
+
+
+ELSEWHERE = {"transport": "tcp", "ray_address": "192.0.2.1:6379"}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,15 @@ def model_configs(target: Path, other_target: Path) -> dict[str, Any]:
         name: EngineArgs(model=str(path), **options).create_model_config()
         for name, path in (("target", target), ("other", other_target))
     }
+
+
+@pytest.fixture
+def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """vLLM's loggers do not propagate."""
+    logger = logging.getLogger("vllm.jetspecpp")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -81,6 +94,17 @@ def test_defaults_come_from_the_checkpoint(create: Create, checkpoint: Path) -> 
     assert "num_speculative_tokens=7" in repr(config)
 
 
+def test_a_short_trained_length_becomes_a_window(
+    create: Create, target: Path, tmp_path: Path, caplog_vllm: pytest.LogCaptureFixture
+) -> None:
+    """max_model_len is 256: a checkpoint made for 100 positions reads the last 100, and says so."""
+    made_for = make_tiny_checkpoint(target, tmp_path, max_position_embeddings=100)
+    config = create(method(model=str(made_for.folder)))
+    assert config.draft_window == 100
+    assert "made for 100 positions and max_model_len is 256: drafts are made from the last 100" in caplog_vllm.text
+    assert create(method(model=str(made_for.folder), draft_window=60)).draft_window == 60
+
+
 def test_survives_pickling_and_replace(create: Create, checkpoint: Path) -> None:
     from vllm.config.utils import replace
 
@@ -114,14 +138,34 @@ def test_engine_config(target: Path) -> None:
     engine = spec.engine_config(vllm_config)
     assert (engine.target, engine.num_slots, engine.max_model_len) == (str(target), 3, 128)
     assert (engine.dtype, engine.device, engine.num_threads) == ("float32", "cpu", 1)
+    assert (engine.prefix_store_bytes, engine.window) == (256 << 20, None)
     assert spec.placement_config.draft_resources == {"num_cpus": 1, "drafting": 1}
     assert not vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
+
+
+def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cores are those of its node; Ray chooses its GPU; RAY_ADDRESS is as good as the option."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_resources={"num_cpus": 3, "far": 1}))
+    assert config.draft_cores is None and placement.BIND not in os.environ
+    assert config.placement_config.any_node and config.draft_device == "cpu" and config._num_threads == 3
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_cores=[70, 71]))
+    assert config.placement_config.draft_cores == (70, 71) and config._num_threads == 2
+    config = create(method(**OWN_ENGINE, **ELSEWHERE, draft_resources={"num_gpus": 1}))
+    assert config.draft_device == "cuda" and config.draft_cores is None
+    for here in ({}, {"ray_address": "local"}):
+        config = create(method(**OWN_ENGINE, transport="tcp", **here))
+        assert not config.placement_config.any_node and config.draft_cores == [max(os.sched_getaffinity(0))]
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    assert create(method(**OWN_ENGINE, transport="tcp")).placement_config.any_node
+    assert not create(method(**OWN_ENGINE)).placement_config.any_node
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_outcome": 2}, "unknown option 'num_outcome' (did you mean 'num_outcomes'?); allowed: context_refreshes"),
+        ({"metrics_directory": "/tmp"}, "unknown option 'metrics_directory'"),
         ({"parallel_drafting": True}, "'parallel_drafting' has no meaning for method 'jetspecpp'"),
         ({"prompt_lookup_max": 3}, "'prompt_lookup_max' has no meaning"),
         ({"rejection_sample_method": "synthetic"}, "'rejection_sample_method' has no meaning"),
@@ -134,8 +178,29 @@ def test_engine_config(target: Path) -> None:
         ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: Input should be greater than 0, got 0"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens must be an integer from 1 to 63, got 64"),
-        ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'local', got 'pigeon'"),
+        (
+            {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
+            "num_speculative_tokens_per_batch_size [(2, 4, 1)]: The first batch-size range must start at 1",
+        ),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, -1]]}, "values must be >= 0"),
+        ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'tcp', 'local', got 'pigeon'"),
+        ({"ray_address": "ray://head:10001"}, "ray_address must be the HOST:PORT of a cluster, or 'local', got 'ray:"),
+        ({**ELSEWHERE, "draft_cores": 2}, "draft_cores must be distinct core ids of the node that draft_resources"),
+        ({**ELSEWHERE, "draft_cores": [1, 1]}, "draft_cores must be distinct core ids of the node"),
+        (
+            {**ELSEWHERE, "draft_device": "cuda:1"},
+            "draft_device must be 'auto', 'cpu' or 'cuda' for a draft process on",
+        ),
+        ({**ELSEWHERE, "draft_device": "cuda"}, "draft_device 'cuda' on any node needs draft_resources with num_gpus"),
+        (
+            {**ELSEWHERE, "draft_resources": {"num_gpus": 1}, "draft_cores": [0]},
+            "draft_cores is for draft_device 'cpu', got draft_device 'cuda'",
+        ),
         ({"draft_slots": 0}, "draft_slots must be an integer from 1 to 4096, got 0"),
+        ({"prefix_store_mib": -1}, "prefix_store_mib must be an integer from 0 to"),
+        ({"draft_window": 0}, "draft_window must be an integer from 1 to 256 (max_model_len), got 0"),
+        ({"draft_window": 257}, "draft_window must be an integer from 1 to 256 (max_model_len), got 257"),
+        ({"cache_bytes_per_position": 1}, "unknown option 'cache_bytes_per_position'"),
         ({"reply_timeout": 0}, "reply_timeout must be a positive number of seconds, got 0"),
         ({"start_timeout": -1}, "start_timeout must be a positive number of seconds, got -1"),
         ({"draft_device": "tpu"}, "draft_device must be 'auto', 'cpu' or 'cuda:N', got 'tpu'"),

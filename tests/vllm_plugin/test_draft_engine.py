@@ -41,3 +41,16 @@ def test_greedy_output(
     assert sum(stats["committed"].values()) == sum(len(output) for output in plain["outputs"])
     assert stats["rounds"] > MAX_TOKENS and stats["invalid_blocks"] == 0
     assert stats["blocks_by_origin"]["first"] == len(prompts)
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_a_checkpoint_of_a_shorter_length(
+    tiny_model: Path, plain: dict[str, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """The target goes up to 256 positions, the draft networks read the last 48 of them: same output."""
+    checkpoint = make_tiny_checkpoint(tiny_model, tmp_path, copy_adapter=True, max_position_embeddings=48)
+    options = {"method": "jetspecpp", "model": str(checkpoint.folder), "transport": "local"}
+    with running_engine(tiny_model, max_num_batched_tokens=64, speculative_config=options) as llm:
+        assert generate(llm, prompts) == plain["outputs"]
+        stats = llm.collective_rpc("jetspecpp_stats")[0]
+    assert stats["rounds"] > MAX_TOKENS and stats["accepted"] > 0

@@ -135,7 +135,7 @@ def test_abort(report: dict[str, Any], plain: dict[str, Any]) -> None:
     assert abort["outputs"] == [output[:30] for output in plain["outputs"][::2]]
     assert abort["next"] == plain["outputs"][:1]
     # Of the last request the worker hears with the next step only.
-    assert abort["num_histories"] == 1 and abort["num_free_slots"] == 7
+    assert abort["num_known"] == 1 and abort["num_free_slots"] == 7
 
 
 def test_states_are_those_of_the_tapped_layers(report: dict[str, Any]) -> None:
@@ -151,6 +151,13 @@ def test_draft_engine(report: dict[str, Any], plain: dict[str, Any], prompts: li
     assert sum(stats["committed"].values()) == sum(map(len, expected))
     assert stats["rounds"] > SHORT and stats["invalid_blocks"] == 0
     assert stats["blocks_by_origin"]["first"] == len(prompts)
+
+
+def test_states_of_a_cached_prefix_come_from_the_prefix_store(report: dict[str, Any], plain: dict[str, Any]) -> None:
+    cold, warm = report["draft engine"]["cold"], report["draft engine"]["warm"]
+    assert cold["outputs"] == warm["outputs"] == [plain["outputs"][5][:8]]
+    assert warm["stats"]["missing_positions"] == 0 < warm["stats"]["context_positions"]
+    assert warm["stats"]["accepted_lengths"] == cold["stats"]["accepted_lengths"]
 
 
 def test_tensor_parallel(

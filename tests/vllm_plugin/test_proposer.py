@@ -94,6 +94,35 @@ def test_cached_prefix_comes_without_states(proposer: Proposer, client: FakeClie
     assert (message.token_start, message.tokens.shape[0], message.state_start) == (0, 11, 8)
 
 
+def test_blocks_of_the_prefix_cache(proposer: Proposer, client: FakeClient) -> None:
+    """Ids of the blocks that states lie in; on a first message those of the cached prefix too; none without a cache."""
+    proposer.cache_block_size = 4
+    client.answer = (Draft(0, (1, 2, 3, 4), Origin.FIRST, num_missing=3),)
+    step(proposer, rows("a", 8, 2, 11, block_ids=[7, 5, 9]), rows("b", 0, 6, 6, num_sampled=0, block_ids=[1, 2]))
+    step(proposer, rows("a", 10, 3, 13, num_draft_tokens=2, num_sampled=2, block_ids=[7, 5, 9, 4]))
+    step(proposer, rows("c", 5, 5, 11, block_ids=[3, 6, 8]), rows("b", 6, 1, 7, num_sampled=0, block_ids=[1, 2]))
+    first, other, verified = client.sent[0].requests[0], client.sent[0].requests[1], client.sent[1].requests[0]
+    assert (first.first_block, first.block_ids) == (0, (7, 5, 9)) and client.sent[0].cache_block_size == 4
+    assert (other.first_block, other.block_ids) == (0, (1, 2))
+    assert (verified.first_block, verified.block_ids) == (2, (9,))  # the rejected row reached into block 4
+    # c has no slot: what the draft process keeps of the blocks it writes is of no use any more.
+    assert client.sent[2].overwritten == (6, 8) and client.sent[2].requests[0].block_ids == (2,)
+    stats = proposer.stats()
+    assert (stats["context_positions"], stats["missing_positions"]) == (10 + 12, 3 + 3)
+    proposer.cache_block_size = 0
+    step(proposer, rows("b", 7, 1, 8, num_sampled=0, block_ids=[1, 2]), rows("c", 10, 1, 12, block_ids=[3, 6, 8]))
+    assert client.sent[3].overwritten == client.sent[3].requests[0].block_ids == ()
+
+
+def test_a_step_without_drafts_still_tells_what_was_overwritten(proposer: Proposer, client: FakeClient) -> None:
+    proposer.cache_block_size = 4
+    step(proposer, rows("a", 0, 2, 3), rows("b", 0, 2, 3))
+    proposer.forget(["a", "b"])
+    proposer._free_slots.clear()
+    step(proposer, rows("c", 0, 5, 6, block_ids=[3, 6]))
+    assert client.sent[-1].requests == () and client.sent[-1].overwritten == (3, 6)
+
+
 def test_cut_and_padded_blocks(proposer: Proposer, client: FakeClient) -> None:
     # vLLM pads a first step of one token with drafts of its own: not a block of ours.
     step(proposer, rows("a", 8, 5, 10, num_draft_tokens=4))
@@ -142,6 +171,10 @@ def test_nothing_is_asked_for_without_room(proposer: Proposer, client: FakeClien
     assert client.sent[0].requests[0].max_draft_tokens == 2
     assert step(proposer, rows("a", 9, 3, 12, num_draft_tokens=2, num_sampled=2, max_num_tokens=13)) == [[]]
     assert len(client.sent) == 1 and client.stats.replies == 1
+    proposer.cache_block_size = 4  # a later request may read the states of the last step
+    assert step(proposer, rows("a", 9, 3, 12, num_draft_tokens=2, num_sampled=2, max_num_tokens=13)) == [[]]
+    last = client.sent[1].requests[0]
+    assert (last.wants_draft, last.states.shape[0]) == (False, 2) and client.stats.replies == 1
 
 
 @pytest.mark.parametrize("failure", ["not ready", "not sent"])

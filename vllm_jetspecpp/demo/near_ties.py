@@ -87,7 +87,7 @@ def judge(target: Path, pairs: Sequence[Pair]) -> list[Difference | None]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, use_safetensors=True)
 
     def judge_one(pair: Pair, position: int | None) -> Difference | None:
         if position is None:

@@ -9,10 +9,10 @@ from typing import Protocol
 from vllm_jetspecpp.config import TRANSPORTS, EngineConfig, check_choice, resolve_class
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
 from vllm_jetspecpp.draft_process.supervisor import PATIENCE, Supervisor
-from vllm_jetspecpp.transport.base import WorkerEnd
+from vllm_jetspecpp.transport.base import ProcessWorkerEnd, WorkerEnd
 from vllm_jetspecpp.transport.local import LocalEnd
 from vllm_jetspecpp.transport.messages import DraftBatch, VerifiedBatch
-from vllm_jetspecpp.transport.shared_memory import SharedMemoryWorkerEnd
+from vllm_jetspecpp.transport.processes import SHARED_MEMORY
 
 
 @dataclass
@@ -38,6 +38,10 @@ class DraftClient(Protocol):
     def stats(self) -> ClientStats:
         """Counters, up to date."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether a draft process runs now, known without a step; for other threads than the worker's too."""
+
     def ready(self) -> bool:
         """Whether there is a draft process now. One that has just started knows nothing: see ``generation``."""
 
@@ -61,6 +65,7 @@ class LocalDraftClient:
         self._end: WorkerEnd = LocalEnd(resolve_class(engine.engine, "engine")(engine))
         self._awaited: int | None = None
         self.generation = 1
+        self.alive = True
         self.stats = ClientStats()
 
     def ready(self) -> bool:
@@ -91,21 +96,26 @@ class LocalDraftClient:
 
 
 class RayDraftClient:
-    """A draft process placed by Ray, reached through shared memory.
+    """A draft process placed by Ray, reached through a transport between processes.
 
     At run time nothing here raises, and no call blocks longer than ``reply_timeout`` seconds: a draft process that is
     dead, or silent for that long, is replaced in the background, and until then drafts are None.
     """
 
     def __init__(
-        self, engine: EngineConfig, placement: PlacementConfig, reply_timeout: float, start_timeout: float
+        self,
+        engine: EngineConfig,
+        placement: PlacementConfig,
+        transport: str,
+        reply_timeout: float,
+        start_timeout: float,
     ) -> None:
         self._reply_timeout = reply_timeout
         self._start_timeout = start_timeout
-        self._end: SharedMemoryWorkerEnd | None = None
+        self._end: ProcessWorkerEnd | None = None
         self._awaited: int | None = None
         self._stats = ClientStats()
-        self._supervisor = Supervisor(engine, placement, reply_timeout, start_timeout)
+        self._supervisor = Supervisor(engine, placement, transport, reply_timeout, start_timeout)
         self.generation = 0
 
     @property
@@ -113,6 +123,11 @@ class RayDraftClient:
         """See :class:`DraftClient`."""
         self._stats.restarts = self._supervisor.restarts
         return self._stats
+
+    @property
+    def alive(self) -> bool:
+        """See :class:`DraftClient`."""
+        return self._supervisor.alive
 
     def wait_started(self, timeout: float | None = None) -> None:
         """See :class:`DraftClient`; without a ``timeout`` (seconds) until the start succeeded or failed.
@@ -186,7 +201,7 @@ def make_client(
     """Start a draft process in the background (in this process for ``local``) and return its client.
 
     Args:
-        transport: ``shared_memory`` or ``local``.
+        transport: ``shared_memory``, ``tcp`` or ``local``.
         reply_timeout: seconds after which a draft process that does not answer is taken for hung.
         start_timeout: seconds it may take to start: Ray, weights, compilation.
 
@@ -196,4 +211,6 @@ def make_client(
     check_choice("transport", transport, TRANSPORTS)
     if transport == "local":
         return LocalDraftClient(engine)
-    return RayDraftClient(engine, placement, reply_timeout, start_timeout)
+    if transport == SHARED_MEMORY and placement.any_node:
+        raise ValueError("transport 'shared_memory' ends at this host: a draft process on any node needs 'tcp'")
+    return RayDraftClient(engine, placement, transport, reply_timeout, start_timeout)

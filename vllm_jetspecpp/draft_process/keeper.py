@@ -15,16 +15,17 @@ import secrets
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
 from vllm_jetspecpp.draft_process.ray_actor import DraftActor
 from vllm_jetspecpp.draft_process.sweep import sweep
+from vllm_jetspecpp.transport.processes import publish
 
 NAMESPACE = "vllm_jetspecpp"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; nothing goes through it
-_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an outer address, but not its neighbours
 _LOOK_AT_WORKER = 0.2
 
 
@@ -47,23 +48,33 @@ def keep(job: dict[str, Any]) -> str | None:
     """Run one draft process to its end; returns why it ended, None when the worker wanted it or is gone.
 
     Args:
-        job: ``engine``, ``handle`` and ``placement`` as dicts, ``environment`` of the actor, ``directory`` of a private
-            cluster, ``worker`` (pid), ``timeout`` (seconds to find resources and a process).
+        job: ``engine``, ``handle`` and ``placement`` as dicts, ``transport`` and the descriptors ``inherited`` for it,
+            ``environment`` of the actor, ``directory`` of a private cluster, ``worker`` (pid), ``deadline`` (on the
+            machine's monotonic clock) for resources and a process.
     """
     placement = PlacementConfig(**job["placement"])
-    os.sched_setaffinity(0, placement.cores)  # all of a private cluster inherits it
+    for descriptor in job["inherited"]:
+        os.set_inheritable(descriptor, False)
+    os.sched_setaffinity(0, placement.keeper_cores)  # all of a private cluster inherits it
     with (
-        contextlib.closing(_Worker(job["worker"])) as worker,
+        contextlib.suppress(_EndWanted),
+        contextlib.closing(_Worker(job["worker"], job["deadline"])) as worker,
         _connected(placement, job["directory"]),
-        _placement_group(placement, job["timeout"]) as group,
+        _placement_group(placement, worker) as group,
     ):
         return _run_actor(job, placement, group, worker)
+    return None
+
+
+class _EndWanted(Exception):
+    """While something is waited for, the worker wanted the end or ended itself."""
 
 
 class _Worker:
     """The vLLM worker, as seen from here."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, deadline: float) -> None:
+        self._deadline = deadline
         self._pidfd = os.pidfd_open(pid)  # stdin is not enough: a fork of the worker would hold it open
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
@@ -72,6 +83,19 @@ class _Worker:
     def wants_end(self, timeout: float) -> bool:
         """Whether it closed our stdin or ended, waiting ``timeout`` seconds for that."""
         return bool(self._poll.poll(timeout * 1000))
+
+    def wait(self, look: Callable[[], bool]) -> bool:
+        """Whether ``look``, which waits about a second for something, succeeds while the worker waits for the start.
+
+        Raises:
+            _EndWanted: it waits no longer.
+        """
+        while not look():
+            if self.wants_end(0):
+                raise _EndWanted
+            if time.monotonic() > self._deadline:
+                return False
+        return True
 
     def close(self) -> None:
         os.close(self._pidfd)
@@ -97,7 +121,6 @@ def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
                 address="local",
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address=_LOOPBACK,
                 _temp_dir=directory,
                 _plasma_directory=directory,
                 _system_config={
@@ -118,26 +141,32 @@ def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
 
 
 def _private_environment() -> None:
-    """Of this process and of the cluster it starts: access by a token of its own, which is in no file.
+    """Of this process and of the cluster it starts: loopback only, and access by a token of its own, in no file.
 
     To be called before Ray is imported, which reads it once.
     """
+    # A cluster that no other machine may join, as Ray makes them on macOS and Windows. Its node is 127.0.0.1 (as an
+    # argument Ray would replace that by an outer address), and every server of Ray binds to that alone.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
 @contextlib.contextmanager
-def _placement_group(placement: PlacementConfig, timeout: float) -> Iterator[Any]:
-    """Resources on this host, since shared memory ends there. Raises TimeoutError when the cluster has not got them."""
+def _placement_group(placement: PlacementConfig, worker: _Worker) -> Iterator[Any]:
+    """Resources on this host or on any node. Raises TimeoutError when the cluster has not got them."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     here = f"node:{ray.util.get_node_ip_address()}"
-    group = placement_group([{**placement.bundle, here: 0.001}], strategy="STRICT_PACK")
+    bundle, where = placement.bundle, "any node"
+    if not placement.any_node:
+        bundle, where = {**bundle, here: 0.001}, here
+    group = placement_group([bundle], strategy="STRICT_PACK")
     try:
-        if not group.wait(timeout):
+        if not worker.wait(lambda: group.wait(1)):  # whole seconds: Ray cuts off the rest
             raise TimeoutError(
-                f"Ray found no place for the draft process in {timeout:g} s: it wants {placement.bundle} on {here}, "
+                f"Ray found no place for the draft process in time: it wants {placement.bundle} on {where}, "
                 f"available: {ray.available_resources()}"
             )
         yield group
@@ -164,9 +193,15 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
         )
         .remote()
     )
-    pid = ray.get(actor.pid.remote(), timeout=job["timeout"])
+    whereabouts = actor.whereabouts.remote()
+    if not worker.wait(lambda: bool(ray.wait([whereabouts], timeout=_LOOK_AT_WORKER)[0])):
+        raise TimeoutError(f"Ray started no process in time for the draft process, which has {placement.bundle}")
+    node, pid = ray.get(whereabouts)
+    here = ray.get_runtime_context().get_node_id()
     engine = {**job["engine"], "device": device_inside(job["engine"]["device"])}
-    serving = actor.serve.remote(engine, job["handle"], sorted(placement.cores))
+    handle = publish(job["transport"], job["handle"], ray.util.get_node_ip_address())
+    cores = None if placement.draft_cores is None else sorted(placement.draft_cores)
+    serving = actor.serve.remote(engine, job["transport"], handle, cores)
     try:
         # Wait before looking at the worker: it too asks for the end when an engine fails, and that error is to be told.
         while not (ended := ray.wait([serving], timeout=_LOOK_AT_WORKER)[0]) and not worker.wants_end(0):
@@ -175,15 +210,23 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
             ray.get(serving)
         return None if worker.wants_end(0) else "it left although the worker is there"
     except ray.exceptions.RayActorError:
-        return f"process {pid} was killed or crashed"
+        return f"process {pid} was killed or crashed" + ("" if node == here else f", or its node {node} was lost")
     finally:
-        _kill(pid)
+        _kill_here(pid) if node == here else _kill_elsewhere(actor)
 
 
-def _kill(pid: int) -> None:
-    """By signal, because a stopped or spinning process does not hear Ray; the pid is on this host."""
+def _kill_here(pid: int) -> None:
+    """By signal, because a stopped or spinning process does not hear Ray."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _kill_elsewhere(actor: Any) -> None:
+    """By Ray: its daemon on that node insists when the process does not hear."""
+    import ray
+
+    with contextlib.suppress(Exception):  # the node, or Ray itself, may be what died
+        ray.kill(actor)
 
 
 if __name__ == "__main__":

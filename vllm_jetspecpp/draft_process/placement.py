@@ -8,13 +8,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MAX_CORES = 4096
+
 
 @dataclass(frozen=True)
 class PlacementConfig:
     """Plain values, as a user writes them."""
 
     draft_cores: tuple[int, ...] | None = None
-    """CPU cores the draft process is pinned to; None: any core of the machine."""
+    """CPU cores the draft process is pinned to, of the machine it runs on; None: any core there."""
     draft_resources: Mapping[str, float] = field(default_factory=lambda: {"num_cpus": 1})
     """What Ray reserves: ``num_cpus``, ``num_gpus`` and names of custom resources."""
     ray_address: str | None = None
@@ -22,21 +24,26 @@ class PlacementConfig:
     private one. ``local``: always a private one."""
     log_to_driver: bool = False
     """Print what the draft process prints."""
+    any_node: bool = False
+    """Any node of the cluster that has the resources, not only this host; needs a transport that reaches it."""
 
     def __post_init__(self) -> None:
         if self.draft_cores is not None:
             object.__setattr__(self, "draft_cores", tuple(self.draft_cores))  # a list, when it comes from JSON
-            known = os.cpu_count() or 1
+            known = MAX_CORES if self.any_node else os.cpu_count() or 1  # another node checks its own
             if not self.draft_cores or not all(isinstance(c, int) and 0 <= c < known for c in self.draft_cores):
                 raise ValueError(f"draft_cores must name cores from 0 to {known - 1}, got {list(self.draft_cores)}")
         for name, amount in self.draft_resources.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0:
                 raise ValueError(f"draft_resources: {name} must be a number from 0 on, got {amount!r}")
+        if self.ray_address is not None and "://" in self.ray_address:
+            raise ValueError(f"ray_address must be the HOST:PORT of a cluster, or 'local', got {self.ray_address!r}")
 
     @property
-    def cores(self) -> set[int]:
-        """Cores the draft process may run on."""
-        return set(range(os.cpu_count() or 1)) if self.draft_cores is None else set(self.draft_cores)
+    def keeper_cores(self) -> set[int]:
+        """Cores of this host for the keeper and a private cluster: the draft process's own, if it is to run here."""
+        everywhere = self.draft_cores is None or self.any_node
+        return set(range(os.cpu_count() or 1)) if everywhere else set(self.draft_cores or ())
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -17,7 +17,8 @@ from typing import IO, Any
 from vllm_jetspecpp.config import EngineConfig
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, actor_environment, module_path
 from vllm_jetspecpp.draft_process.sweep import make_directory, sweep, sweep_abandoned
-from vllm_jetspecpp.transport.shared_memory import SharedMemoryWorkerEnd
+from vllm_jetspecpp.transport.base import ProcessWorkerEnd
+from vllm_jetspecpp.transport.processes import make_worker_end
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _STEADY = 60.0  # a process that ran this long starts the delays anew
 _POLL = 0.2
 PATIENCE = 10.0
 """Seconds a keeper gets to end its draft process and its cluster before it is killed."""
+TELLING = 1.0
+"""Seconds before the end of the time to start at which a keeper says which resources are missing."""
 _LAST_LINES = 20
 
 
@@ -42,20 +45,28 @@ class Supervisor:
     """
 
     def __init__(
-        self, engine: EngineConfig, placement: PlacementConfig, reply_timeout: float, start_timeout: float
+        self,
+        engine: EngineConfig,
+        placement: PlacementConfig,
+        transport: str,
+        reply_timeout: float,
+        start_timeout: float,
     ) -> None:
         self._engine = engine
         self._placement = placement
+        self._transport = transport
         self._environment = actor_environment(engine.num_threads, engine.device)
         self._reply_timeout = reply_timeout
         self._start_timeout = start_timeout
         self._lock = threading.Lock()
-        self._new: SharedMemoryWorkerEnd | None = None
-        self._given_up: tuple[SharedMemoryWorkerEnd, str] | None = None
+        self._new: ProcessWorkerEnd | None = None
+        self._given_up: tuple[ProcessWorkerEnd, str] | None = None
         self._stopping = threading.Event()
         self._first_start = threading.Event()
         self._first_error: str | None = None
         self.restarts = 0
+        self.alive = False
+        """Whether a draft process is attached and neither ended nor given up."""
         self._thread = threading.Thread(target=self._run, name="jetspecpp-supervisor", daemon=True)
         self._thread.start()
 
@@ -71,13 +82,13 @@ class Supervisor:
         if self._first_error is not None:
             raise DraftProcessError(f"the draft process did not start: {self._first_error}")
 
-    def take(self) -> SharedMemoryWorkerEnd | None:
+    def take(self) -> ProcessWorkerEnd | None:
         """The connection to a draft process that became ready since the last call; the caller is to close it."""
         with self._lock:
             new, self._new = self._new, None
         return new
 
-    def give_up(self, end: SharedMemoryWorkerEnd, reason: str) -> None:
+    def give_up(self, end: ProcessWorkerEnd, reason: str) -> None:
         """The process behind ``end`` is of no use any more: replace it."""
         self._given_up = (end, reason)
 
@@ -109,7 +120,7 @@ class Supervisor:
 
     def _run_one(self) -> str:
         """One draft process from start to end; returns why it ended."""
-        end = SharedMemoryWorkerEnd(send_timeout=self._reply_timeout)
+        end = make_worker_end(self._transport, self._reply_timeout)
         try:
             keeper = _Keeper(self._job(end))
         except OSError:
@@ -118,8 +129,10 @@ class Supervisor:
         reason = self._wait_attached(keeper, end)
         if reason is None:
             self._new = end
+            self.alive = True
             self._first_start.set()
             reason = self._watch(keeper, end)
+            self.alive = False
             end_is_ours = self.take() is not None  # nobody took it
         else:
             end_is_ours = True
@@ -128,18 +141,20 @@ class Supervisor:
             end.close()
         return keeper.reason or reason
 
-    def _job(self, end: SharedMemoryWorkerEnd) -> dict[str, Any]:
+    def _job(self, end: ProcessWorkerEnd) -> dict[str, Any]:
         placement = dataclasses.replace(self._placement, ray_address=self._placement.ray_address or _ray_in_use())
         return {
             "engine": dataclasses.asdict(self._engine),
             "placement": dataclasses.asdict(placement),
+            "transport": self._transport,
             "handle": dataclasses.asdict(end.handle),
+            "inherited": end.inherited,
             "environment": self._environment,
-            "timeout": self._start_timeout,
+            "deadline": time.monotonic() + self._start_timeout - TELLING,
             "worker": os.getpid(),
         }
 
-    def _wait_attached(self, keeper: _Keeper, end: SharedMemoryWorkerEnd) -> str | None:
+    def _wait_attached(self, keeper: _Keeper, end: ProcessWorkerEnd) -> str | None:
         deadline = time.monotonic() + self._start_timeout
         while not end.attached:
             if self._stopping.wait(_POLL):
@@ -150,7 +165,7 @@ class Supervisor:
                 return f"it did not start in {self._start_timeout:g} s"
         return None
 
-    def _watch(self, keeper: _Keeper, end: SharedMemoryWorkerEnd) -> str:
+    def _watch(self, keeper: _Keeper, end: ProcessWorkerEnd) -> str:
         while not self._stopping.wait(_POLL):
             if self._given_up is not None and self._given_up[0] is end:
                 return self._given_up[1]
@@ -167,7 +182,7 @@ class _Keeper:
         self._directory, self._lock = make_directory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _remove
         try:
-            self._process = self._start(None if job["placement"]["log_to_driver"] else self._output)
+            self._process = self._start(None if job["placement"]["log_to_driver"] else self._output, job["inherited"])
         except OSError:
             self._remove()
             raise
@@ -177,7 +192,7 @@ class _Keeper:
             stdin.write(json.dumps({**job, "directory": self._directory}) + "\n")
             stdin.flush()
 
-    def _start(self, errors: IO[bytes] | None) -> subprocess.Popen[str]:
+    def _start(self, errors: IO[bytes] | None, inherited: tuple[int, ...]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "vllm_jetspecpp.draft_process.keeper"],
             stdin=subprocess.PIPE,
@@ -185,6 +200,7 @@ class _Keeper:
             stderr=errors,
             text=True,
             env=_keeper_environment(),
+            pass_fds=inherited,
             start_new_session=True,  # a Ctrl-C at the terminal is for the server alone
         )
 
@@ -200,13 +216,15 @@ class _Keeper:
         """Ask it to end, insist after a while, remove what is left, and note the reason it gave."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+        killed = False
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            killed = True
         assert self._process.stdout is not None
-        self.reason = self._process.stdout.read().strip() or self._last_output()
+        self.reason = self._process.stdout.read().strip() or ("" if killed else self._last_output())
         self._process.stdout.close()
         self._remove()
 
@@ -225,8 +243,11 @@ class _Keeper:
 
 
 def _keeper_environment() -> dict[str, str]:
-    """The worker's, without what vLLM set for its own threads, and with its module path."""
-    dropped = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    """The worker's, without what vLLM set for its own threads and metrics (Ray would add its own to those of a server
+    with several API servers), and with its module path.
+    """
+    threads = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    dropped = (*threads, "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**environment, "PYTHONPATH": module_path()}
 

@@ -41,7 +41,7 @@ class Bench:
 
         self.config, self.say = config, say or (lambda line: print(line, file=sys.stderr, flush=True))
         folder = resolve_folder(config.target)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), use_safetensors=True)
         model = model.to(config.device).eval()
         self.max_length = min(model.config.max_position_embeddings, 4096)
         self.engines = Engines(folder, self.max_length)

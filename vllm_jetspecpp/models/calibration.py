@@ -7,8 +7,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from vllm_jetspecpp.config import CALIBRATED, CONFORMAL, check_keys
-from vllm_jetspecpp.models.checkpoint import CALIBRATION_FILE, read_json, require, write_json, write_manifest
+from vllm_jetspecpp.config import CALIBRATED, CONFORMAL, MAX_DRAFT_TOKENS, check_keys
+from vllm_jetspecpp.models.checkpoint import (
+    CALIBRATION_FILE,
+    read_json,
+    require,
+    require_int,
+    write_json,
+    write_manifest,
+)
 
 NUM_FEATURES = 6
 
@@ -61,11 +68,19 @@ def load_calibrations(folder: Path) -> list[Calibration]:
     path = folder / CALIBRATION_FILE
     if not path.is_file():
         return []
+    entries = require(read_json(path), "fits", path)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{path}: fits must be a list of objects")
     fits = []
-    for entry in require(read_json(path), "fits", path):
+    for entry in entries:
         check_keys(entry, [f.name for f in fields(Calibration)], str(path))
         values = {f.name: require(entry, f.name, path) for f in fields(Calibration)}
-        fit = Calibration(**values | {"weights": tuple(values["weights"])})
+        require_int(entry, "num_draft_tokens", path, 1, MAX_DRAFT_TOKENS)
+        weights = values["weights"] if isinstance(values["weights"], list) else []
+        numbers = [*weights, values["beta"], values["threshold"], values["coverage"]]
+        if not all(isinstance(n, int | float) for n in numbers):
+            raise ValueError(f"{path}: weights, beta, threshold and coverage of a fit must be numbers, got {entry}")
+        fit = Calibration(**values | {"weights": tuple(weights)})
         if len(fit.weights) != NUM_FEATURES or not all(map(math.isfinite, (*fit.weights, fit.beta))) or fit.beta <= 0:
             raise ValueError(f"{path}: a fit needs {NUM_FEATURES} finite weights and beta above 0, got {entry}")
         fits.append(fit)

@@ -20,20 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_jetspecpp.config import nearest
 from vllm_jetspecpp.models.adapter import Adapter
 from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.json_files import read_json, require, require_int, require_ints, section
 from vllm_jetspecpp.models.target_layers import LayerConfig
-from vllm_jetspecpp.models.weight_files import load_weights, save_weights
+from vllm_jetspecpp.models.weight_files import INTEGERS, check_header, load_tensors, load_weights, save_weights
 
 FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "adapter/converter.safetensors", "adapter/head.safetensors")
 CONFIG_FILES = ("config.json", "adapter/config.json")
 CALIBRATION_FILE = "calibration/thresholds.json"
 CAUSAL_KEYS = ("causal", "causal_head", "is_causal")
+MAX_LAYERS, MAX_BLOCK_SIZE, MAX_POSITIONS, MAX_VOCAB = 256, 1024, 1 << 30, 1 << 24
+"""Beyond these a number in a checkpoint is a mistake, and is refused before memory is asked for."""
 DIMENSIONS = (
     "hidden_size",
     "vocab_size",
@@ -63,31 +65,24 @@ class CheckpointInfo:
         """The tapped layer the decoder starts above."""
         return self.target_layer_ids[-1]
 
+    def cache_bytes_per_position(self, target_config: Any, element_size: int) -> int:
+        """Bytes of keys and values of all three networks at one position: what a draft process keeps of a context.
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a checkpoint; ValueError names it where it is missing or broken."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"checkpoint file {path} is missing") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"checkpoint file {path} is not JSON: {error}") from None
-
-
-def require(config: dict[str, Any], key: str, path: Path) -> Any:
-    """``config[key]``; ValueError names the file and the nearest key where there is none."""
-    if key not in config:
-        raise ValueError(f"{path}: key {key!r} is missing{nearest(key, config)}; found: {', '.join(sorted(config))}")
-    return config[key]
+        Args:
+            target_config: the target's Hugging Face text config.
+            element_size: bytes of an element of the caches.
+        """
+        layer_config = LayerConfig.from_hf(target_config)
+        decoder = target_config.num_hidden_layers - self.deepest_tap - 1
+        num_layers = self.num_draft_layers + sum(self.layers_per_module) + decoder
+        return 2 * num_layers * layer_config.num_kv_heads * layer_config.head_dim * element_size
 
 
 def _check_causality(config: dict[str, Any], path: Path) -> None:
     """All causality keys, wherever they stand, must agree and say causal."""
-    section = config.get("dflash_config", {})
-    said = {
-        f"{where}{k}": c[k] for where, c in (("", config), ("dflash_config.", section)) for k in CAUSAL_KEYS if k in c
-    }
-    if len(set(said.values())) > 1:
+    own = section(config, "dflash_config", path)
+    said = {f"{where}{k}": c[k] for where, c in (("", config), ("dflash_config.", own)) for k in CAUSAL_KEYS if k in c}
+    if len(set(map(repr, said.values()))) > 1:
         raise ValueError(f"{path}: contradictory causality keys {said}; keep one of {', '.join(CAUSAL_KEYS)}")
     if not said or not all(said.values()):
         raise ValueError(
@@ -108,7 +103,7 @@ def check_manifest(folder: Path) -> dict[str, Any]:
         ValueError: a file is missing, or its size or hash differs; one line that names the file.
     """
     manifest = read_json(folder / "manifest.json")
-    files = require(manifest, "files", folder / "manifest.json")
+    files = section(manifest, "files", folder / "manifest.json")
     for name in (*CONFIG_FILES, *WEIGHT_FILES):
         if name not in files:
             raise ValueError(f"{folder / 'manifest.json'} does not list {name}; it lists: {', '.join(sorted(files))}")
@@ -118,6 +113,8 @@ def check_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder / 'manifest.json'} names a file outside the checkpoint: {name}")
         if not path.is_file():
             raise ValueError(f"checkpoint file {path} is missing (the manifest lists it)")
+        if not isinstance(expected, dict) or set(expected) != {"size", "sha256"}:
+            raise ValueError(f"{folder / 'manifest.json'}: {name} must have 'size' and 'sha256', got {expected}")
         if path.stat().st_size != expected["size"]:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest says {expected['size']}")
         if file_digest(path) != expected:
@@ -151,32 +148,40 @@ def check_checkpoint(folder: Path | str, target_config: Any) -> CheckpointInfo:
         raise ValueError(
             f"{path}: num_target_layers is {config['num_target_layers']}, the target has {num_layers} layers"
         )
-    section = require(config, "dflash_config", path)
-    taps = require(section, "target_layer_ids", path)
-    if not taps or taps != sorted(set(taps)) or not all(0 <= t < num_layers for t in taps):
+    require(config, "dflash_config", path)
+    taps = require_ints(section(config, "dflash_config", path), "target_layer_ids", path, 0, MAX_POSITIONS)
+    if taps != sorted(set(taps)) or taps[-1] >= num_layers:
         raise ValueError(f"{path}: target_layer_ids must rise strictly within 0..{num_layers - 1}, got {taps}")
     _check_causality(config, path)
     if adapter.get("target_layer_ids") != taps:
         raise ValueError(
             f"adapter/config.json taps layers {adapter.get('target_layer_ids')}, config.json {taps}: they must agree"
         )
-    layers_per_module = require(adapter, "layers_per_module", folder / "adapter/config.json")
+    layers_per_module = require_ints(adapter, "layers_per_module", folder / "adapter/config.json", 1, MAX_LAYERS)
     if len(layers_per_module) != len(taps):
         raise ValueError(
             f"adapter/config.json: layers_per_module has {len(layers_per_module)} entries for {len(taps)} tapped layers"
         )
-    version = config.get("jetspecpp", {}).get("format_version", FORMAT_VERSION)
+    version = section(config, "jetspecpp", path).get("format_version", FORMAT_VERSION)
     if version != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version {version} is not supported, this version reads {FORMAT_VERSION}")
     return CheckpointInfo(
         folder=folder,
         target_layer_ids=tuple(taps),
-        block_size=require(config, "block_size", path),
-        num_draft_layers=require(config, "num_hidden_layers", path),
+        block_size=require_int(config, "block_size", path, 2, MAX_BLOCK_SIZE),
+        num_draft_layers=require_int(config, "num_hidden_layers", path, 1, MAX_LAYERS),
         layers_per_module=tuple(layers_per_module),
-        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        max_position_embeddings=require(config, "max_position_embeddings", path),
+        draft_vocab_size=read_draft_vocab_size(config, path),
+        max_position_embeddings=require_int(config, "max_position_embeddings", path, 1, MAX_POSITIONS),
     )
+
+
+def read_draft_vocab_size(config: dict[str, Any], path: Path) -> int:
+    """Tokens of the shortened LM head; the target's vocabulary where the key is missing or null."""
+    vocab_size = require_int(config, "vocab_size", path, 1, MAX_VOCAB)
+    if config.get("draft_vocab_size") is None:
+        return vocab_size
+    return require_int(config, "draft_vocab_size", path, 1, vocab_size)
 
 
 @dataclass
@@ -202,18 +207,21 @@ def load_checkpoint(
     """Load the weights of a checkpoint that :func:`check_checkpoint` has accepted.
 
     Raises:
-        ValueError: tensors are missing or unexpected; the message lists them.
+        ValueError: tensors are missing, unexpected or of another shape; the message lists them.
     """
     with torch.device("meta"):
         draft_model, adapter = build(layer_config, info)
     for module, name in ((draft_model, WEIGHT_FILES[0]), (adapter, WEIGHT_FILES[1])):
         load_weights(module, info.folder / name)
         module.to(device, dtype).requires_grad_(False).eval()
-    token_ids = load_file(info.folder / WEIGHT_FILES[2])["token_ids"].long()
-    if token_ids.shape != (info.draft_vocab_size,):
-        found, said = tuple(token_ids.shape), info.draft_vocab_size
-        raise ValueError(f"{WEIGHT_FILES[2]} has {found} token ids, config.json says draft_vocab_size {said}")
-    return DraftParts(draft_model, adapter, token_ids)
+    return DraftParts(draft_model, adapter, _load_token_ids(info))
+
+
+def _load_token_ids(info: CheckpointInfo) -> Tensor:
+    """[draft_vocab] int64, the target's token of each row of the shortened head."""
+    path = info.folder / WEIGHT_FILES[2]
+    check_header(path, {"token_ids": (info.draft_vocab_size,)}, INTEGERS)
+    return load_tensors(path)["token_ids"].long()
 
 
 def draft_config(

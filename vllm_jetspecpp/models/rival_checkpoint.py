@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_jetspecpp.models.checkpoint import (
     CAUSAL_KEYS,
     DIMENSIONS,
+    MAX_BLOCK_SIZE,
+    MAX_LAYERS,
     WEIGHT_FILES,
     CheckpointInfo,
     draft_config,
+    read_draft_vocab_size,
     read_json,
     require,
+    require_int,
     write_json,
 )
 from vllm_jetspecpp.models.draft_model import DraftModel
@@ -32,7 +36,7 @@ from vllm_jetspecpp.models.logit_correction import GruCorrection, LogitCorrectio
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetWeights
 from vllm_jetspecpp.models.weight_delta import decode_deltas, encode_deltas
-from vllm_jetspecpp.models.weight_files import merge_scales
+from vllm_jetspecpp.models.weight_files import load_tensors, merge_scales
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 IGNORED = ("t2d", "confidence_head.", "mask_embedding")
@@ -119,9 +123,9 @@ def read_rival(folder: Path | str, target_config: Any) -> RivalInfo:
         folder=folder,
         method=method,
         target_layer_ids=tuple(taps),
-        block_size=require(section, "block_size", path),
-        num_draft_layers=require(config, "num_hidden_layers", path),
-        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+        block_size=require_int(section, "block_size", path, 2, MAX_BLOCK_SIZE),
+        num_draft_layers=require_int(config, "num_hidden_layers", path, 1, MAX_LAYERS),
+        draft_vocab_size=read_draft_vocab_size(config, path),
         causal=causal,
         mask_token_id=mask,
         shifted=bool(section.get("sample_from_anchor", architecture == DSPARK) or section.get("shift_label", False)),
@@ -148,9 +152,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors under our names: ``model.`` off, heads below ``correction.``; differences added to their base."""
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        stored |= load_file(file)
+        stored |= load_tensors(file)
     base = read_json(folder / "config.json").get("jetspecpp", {}).get("delta_of")
     if base is not None:
+        if "delta_of" in read_json(folder / base / "config.json").get("jetspecpp", {}):
+            raise ValueError(f"{folder}/config.json: delta_of names {base!r}, which is made of differences itself")
         stored = decode_deltas(stored, _read_tensors(folder / base))
     tensors = {}
     for name, value in merge_scales(stored, folder).items():
@@ -187,7 +193,7 @@ def load_rival(
         path = info.folder / WEIGHT_FILES[2]
         if not path.is_file():
             raise ValueError(f"{info.folder}: draft_vocab_size is {info.draft_vocab_size}, but there is no d2t map")
-        token_ids = load_file(path)["token_ids"].long()
+        token_ids = load_tensors(path)["token_ids"].long()
     weights = TargetWeights(target)
     return RivalParts(
         draft_model=model.to(device, dtype).requires_grad_(False).eval(),

@@ -81,17 +81,20 @@ def load_small_model(folder: Path, target: Path, dtype: torch.dtype, device: Any
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    own, expected = AutoConfig.from_pretrained(folder).vocab_size, load_target_config(target).vocab_size
+    own, expected = (
+        AutoConfig.from_pretrained(folder, trust_remote_code=False).vocab_size,
+        load_target_config(target).vocab_size,
+    )
     if own != expected:
         raise ValueError(f"{folder}: the draft model has {own} tokens, the target {expected}")
     sources = read_json(folder / "config.json").get(LAYERS_OF_TARGET)
     if sources is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True).to(device).eval()
     weights = TargetWeights(target)
     tensors = decode_deltas(load_file(folder / WEIGHTS), _from_target(weights, sources))
     state = {f"model.{name}": value for name, value in tensors.items()}
     state["model.embed_tokens.weight"] = weights.embedding()
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if not model.config.tie_word_embeddings:
         state["lm_head.weight"] = weights.lm_head()
     missing, unexpected = model.load_state_dict(state, strict=False)

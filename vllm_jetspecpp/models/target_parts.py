@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import RotaryTable
 from vllm_jetspecpp.models.decoder import Decoder
+from vllm_jetspecpp.models.json_files import read_json, require
 from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
 
 
@@ -38,7 +38,10 @@ class TargetWeights:
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = require(read_json(index), "weight_map", index)
+            for file in sorted(set(map(str, weight_map.values()))):
+                if file != Path(file).name or not file.endswith(".safetensors"):
+                    raise ValueError(f"{index} names {file!r}, which is not a safetensors file of its folder")
             self._files = {name: folder / file for name, file in weight_map.items()}
         elif (folder / "model.safetensors").is_file():
             with safe_open(folder / "model.safetensors", "pt") as file:
@@ -94,7 +97,7 @@ def load_target_config(folder: Path) -> Any:
     """The target's text config, as Hugging Face reads it."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder).get_text_config()
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
 
 
 @torch.no_grad()
@@ -119,10 +122,13 @@ def load_target_parts(
     with torch.device("meta"):
         decoder = Decoder(config, hf_config.num_hidden_layers - deepest_tap - 1)
     for offset, layer in enumerate(decoder.layers):
-        layer.load_state_dict(weights.layer_state(deepest_tap + 1 + offset), assign=True)
-    decoder.norm.load_state_dict({"weight": weights.tensor("model.norm.weight")}, assign=True)
+        _assign(layer, weights.layer_state(deepest_tap + 1 + offset), f"target layer {deepest_tap + 1 + offset}")
+    _assign(decoder.norm, {"weight": weights.tensor("model.norm.weight")}, "the target's last norm")
     head = weights.lm_head()
     ids = torch.arange(head.shape[0]) if head_token_ids is None else head_token_ids.long()
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= head.shape[0]:
+        raise ValueError(f"token_ids of the shortened head must lie in 0..{head.shape[0] - 1}, got {low}..{high}")
     return TargetParts(
         embedding=weights.embedding().to(device, dtype),
         head=head[ids].to(device, dtype),
@@ -130,6 +136,15 @@ def load_target_parts(
         decoder=decoder.to(device, dtype).requires_grad_(False).eval(),
         rotary=RotaryTable(hf_config, max_positions, dtype).to(device),
     )
+
+
+def _assign(module: nn.Module, state: dict[str, Tensor], what: str) -> None:
+    """Give ``module``, on the meta device, the tensors of ``state``; ValueError where they do not fit it."""
+    wanted, found = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (module.state_dict(), state))
+    if wanted != found:
+        differing = sorted(n for n in {*wanted, *found} if wanted.get(n) != found.get(n))
+        raise ValueError(f"{what} does not fit the target's config: names or shapes of {differing}")
+    module.load_state_dict(state, assign=True)
 
 
 def copy_layer(weights: TargetWeights, source: int, layer: TransformerLayer) -> None:

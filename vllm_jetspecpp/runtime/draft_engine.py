@@ -20,11 +20,16 @@ from vllm_jetspecpp.foresight.outcome_cache import OutcomeCache
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector
 from vllm_jetspecpp.models.calibration import Calibration, load_calibration
 from vllm_jetspecpp.models.networks import Networks, load_networks
+from vllm_jetspecpp.runtime.cached_prefixes import CachedPrefixes
 from vllm_jetspecpp.runtime.request_states import RequestStates
+from vllm_jetspecpp.runtime.slot_history import SlotHistory
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
 from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
 
 logger = logging.getLogger(__name__)
+
+NO_CONFIDENCE = -30.0
+"""Log of a probability that counts as none."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,9 @@ class UnderVerification:
 
     slot: int
     anchor_position: int
-    block: DraftBlock  # whole, even where fewer tokens were handed out
+    block: DraftBlock  # all its drafts, even where fewer were handed out
+    num_verified: int
+    """Tokens handed out."""
 
 
 class DraftEngine:
@@ -56,22 +63,21 @@ class DraftEngine:
     def _setup(self, config: EngineConfig, nets: Networks, calibration: Calibration | None) -> None:
         self.config, self.nets = config, nets
         self.selector = OutcomeSelector(config.round, calibration, nets.target.embedding.device)
-        self.states = RequestStates(nets, config.num_slots, config.max_model_len, config.round.block_size)
+        sizes = (config.num_slots, config.max_model_len)
+        self.states = RequestStates(nets, *sizes, config.round.block_size, config.window)
+        self.history = SlotHistory(*sizes)
+        self.prefixes = CachedPrefixes(self.states, self.history, config.prefix_store_bytes)
         self.cache = OutcomeCache()
         self._uncommitted: tuple[Verified, ...] = ()
+        self._unsaved: tuple[Verified, ...] = ()
         self._next: list[UnderVerification] = []
+        self._under: dict[int, UnderVerification] = {}
         logger.info("draft engine: %d slots, caches of %.1f MiB", config.num_slots, self.states.num_bytes / 2**20)
 
     @torch.inference_mode()
     def answer(self, batch: VerifiedBatch) -> DraftBatch:
         """A block for every request that wants one: from the cache where its outcome was foreseen, else J_0."""
-        for slot in batch.released:
-            self._forget(slot)
-        for request in batch.requests:
-            if request.reset:
-                self._forget(request.slot)
-            self.states.set_tokens(request.slot, request.token_start, request.tokens)
-        self._uncommitted = batch.requests
+        self._take(batch)
         wanting = [r for r in batch.requests if r.wants_draft and r.max_draft_tokens > 0]
         blocks = {r.slot: block for r in wanting if (block := self._lookup(r)) is not None}
         origins = dict.fromkeys(blocks, Origin.HIT)
@@ -80,9 +86,10 @@ class DraftEngine:
             self._commit()
             origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
             blocks |= self._fallback(missed)
-        self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
+        self._next = [self._under_verification(r, blocks[r.slot]) for r in wanting]
+        self._under |= {under.slot: under for under in self._next}
         drafts = [
-            Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot])
+            Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot], self._num_missing(r))
             if r.slot in blocks
             else Draft(r.slot, (), Origin.NONE)
             for r in batch.requests
@@ -90,38 +97,99 @@ class DraftEngine:
         ]
         return DraftBatch(batch.step, tuple(drafts))
 
+    def _take(self, batch: VerifiedBatch) -> None:
+        """What the message says, before anything is asked of it."""
+        self.prefixes.overwritten(batch)
+        for slot in batch.released:
+            self._forget(slot)
+        waiting: list[Verified] = []
+        for request in batch.requests:
+            if request.reset:
+                self._forget(request.slot)
+            self.states.set_tokens(request.slot, request.token_start, request.tokens)
+            self.history.set_tokens(request.slot, request.token_start, request.tokens)
+            if not self.prefixes.restore(request):
+                waiting.append(request)
+            self.history.set_states(request.slot, request.state_start, len(request.states))
+        self._uncommitted = self._unsaved = batch.requests
+        if waiting and len(batch.requests) > 1:
+            self._commit_in_turn(waiting)
+
+    def _commit_in_turn(self, waiting: list[Verified]) -> None:
+        """Commit a message some of whose requests have a prefix that others of it compute in this very step."""
+        slots = {request.slot for request in waiting}
+        ready = [request for request in self._uncommitted if request.slot not in slots]
+        while ready or waiting:
+            turn = self._uncommitted = tuple(ready or waiting[:1])  # nobody ready: the first one's prefix is not known
+            self._commit()
+            self.prefixes.save(turn)
+            slots = {request.slot for request in turn}
+            waiting = [request for request in waiting if request.slot not in slots]
+            ready = [request for request in waiting if self.prefixes.restore(request)]
+        self._unsaved = ()
+
     @torch.inference_mode()
     def work(self) -> None:
         """Commit what came with the answered message, then foresee and pre-draft."""
         self._commit()
+        self.prefixes.save(self._unsaved)
+        self._unsaved = ()
         if not self._next:
             return
         under, self._next = self._next, []
         slots = [u.slot for u in under]
-        for u in under:
-            self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(u.block.tokens))
+        blocks = [filled(u.block, self.config.round.num_draft_tokens) for u in under]
+        for u, block in zip(under, blocks, strict=True):
+            self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(block.tokens))
         prefix = self.states.prefix(slots, [u.anchor_position for u in under])
         device = self.states.device
-        drafts = torch.tensor([u.block.tokens for u in under], device=device)
-        confidence = torch.tensor([u.block.confidence for u in under], device=device)
+        drafts = torch.tensor([block.tokens for block in blocks], device=device)
+        confidence = torch.tensor([block.confidence for block in blocks], device=device)
         anchors = prefix.tokens.gather(1, prefix.anchor.unsqueeze(-1))
         self._foresee_and_draft(under, prefix, torch.cat([anchors, drafts], dim=1), confidence)
 
     def _foresee_and_draft(
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
-        self._store(under, predraft(self.nets, self.config.round, self.selector, prefix, block, confidence))
+        num_verified = torch.tensor([u.num_verified for u in under], device=block.device)
+        made = predraft(self.nets, self.config.round, self.selector, prefix, block, confidence, num_verified)
+        self._store(under, made)
 
     def _forget(self, slot: int) -> None:
         self.cache.forget(slot)
         self.states.forget(slot)
+        self.history.forget(slot)
+        self._under.pop(slot, None)
 
     def _lookup(self, request: Verified) -> DraftBlock | None:
         if request.num_accepted == NO_BLOCK:
             return None
         verified_anchor = request.anchor_position - request.num_accepted - 1
         outcome = Outcome(request.num_accepted, int(request.tokens[-1]))
-        return self.cache.lookup(request.slot, verified_anchor, outcome)
+        block = self.cache.lookup(request.slot, verified_anchor, outcome)
+        return self._continuation(request, verified_anchor, outcome) if block is None else block
+
+    def _continuation(self, request: Verified, verified_anchor: int, outcome: Outcome) -> DraftBlock | None:
+        """The rest of a block that was cut (by the scheduler's budget, by a grammar), where the target went on with it.
+
+        It is the one outcome of a cut block that no pre-draft stands for, since a whole block cannot end so: all of
+        the tokens verified are accepted and the bonus token is the first one that was cut away.
+        """
+        under, (k, bonus_token) = self._under.get(request.slot), outcome
+        if under is None or under.anchor_position != verified_anchor or k != request.num_verified:
+            return None
+        tokens, confidence = under.block
+        if not k + 1 < len(tokens) or tokens[k] != bonus_token:
+            return None
+        return DraftBlock(tokens[k + 1 :], confidence[k + 1 :])
+
+    @staticmethod
+    def _under_verification(request: Verified, block: DraftBlock) -> UnderVerification:
+        num_verified = min(len(block.tokens), request.max_draft_tokens)
+        return UnderVerification(request.slot, request.anchor_position, block, num_verified)
+
+    def _num_missing(self, request: Verified) -> int:
+        return self.history.num_missing(request.slot, request.anchor_position)
 
     def _commit(self) -> None:
         requests, self._uncommitted = [r for r in self._uncommitted if len(r.states)], ()
@@ -145,6 +213,12 @@ class DraftEngine:
             entries = zip(k[row], a[row], blocks[row], possible[row], strict=True)
             content = {Outcome(n, token): block for n, token, block, real in entries if real}
             self.cache.store(u.slot, u.anchor_position, content)
+
+
+def filled(block: DraftBlock, num_tokens: int) -> DraftBlock:
+    """``block``, and where it is shorter its last token at no confidence: a round has one shape."""
+    missing = num_tokens - len(block.tokens)
+    return DraftBlock(block.tokens + block.tokens[-1:] * missing, block.confidence + (NO_CONFIDENCE,) * missing)
 
 
 def to_blocks(drafts: Blocks) -> list[list[DraftBlock]]:

@@ -6,10 +6,27 @@ position that was written for a rejected token is overwritten when its true stat
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from vllm_jetspecpp.models.attention import KeysValues
+
+
+@dataclass(frozen=True)
+class View:
+    """The positions of some slots that a context is read from: ``length`` of them, from 0 or from each row's start."""
+
+    slots: Tensor  # [rows] int64
+    length: int
+    start: Tensor | None = None  # [rows] int64; None: position 0, and a slice is read where else is gathered
+
+    @property
+    def positions(self) -> Tensor:
+        """[rows, length] int64."""
+        offset = torch.arange(self.length, device=self.slots.device)
+        return offset.expand(len(self.slots), -1) if self.start is None else self.start[:, None] + offset
 
 
 class SlotCache:
@@ -47,11 +64,16 @@ class SlotCache:
         for cache, new in zip(self.layers[layer], segment, strict=True):
             cache[slots[:, None], :, positions] = new.transpose(1, 2)
 
-    def read(self, layer: int, slots: Tensor, length: int) -> KeysValues:
-        """The first ``length`` positions of ``slots`` [rows], gathered: [rows, num_kv_heads, length, head_dim] each."""
+    def read(self, layer: int, view: View) -> KeysValues:
+        """What a view shows of one layer: [rows, num_kv_heads, length, head_dim] each."""
         keys, values = self.layers[layer]
-        return KeysValues(keys[:, :, :length].index_select(0, slots), values[:, :, :length].index_select(0, slots))
+        if view.start is None:
+            read = (tensor[:, :, : view.length].index_select(0, view.slots) for tensor in (keys, values))
+        else:
+            slots, positions = view.slots[:, None], view.positions
+            read = (tensor[slots, :, positions].transpose(1, 2) for tensor in (keys, values))
+        return KeysValues(*read)
 
-    def read_all(self, slots: Tensor, length: int) -> list[KeysValues]:
+    def read_all(self, view: View) -> list[KeysValues]:
         """:meth:`read` for every layer."""
-        return [self.read(layer, slots, length) for layer in range(len(self.layers))]
+        return [self.read(layer, view) for layer in range(len(self.layers))]

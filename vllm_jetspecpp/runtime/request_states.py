@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_jetspecpp.foresight.foresight import Context, Prefix
 from vllm_jetspecpp.models.networks import Networks
-from vllm_jetspecpp.runtime.kv_cache import SlotCache
+from vllm_jetspecpp.runtime.kv_cache import SlotCache, View
 
 CONTEXT_STEP = 128
 """Contexts are padded to a multiple of this: few shapes, so few CUDA graphs, and little wasted attention."""
@@ -16,10 +16,18 @@ CHUNK = 256
 
 
 class RequestStates:
-    """Slots of tokens, state marks and caches. Idempotent by position: a second write replaces the first."""
+    """Slots of tokens, state marks and caches. Idempotent by position: a second write replaces the first.
 
-    def __init__(self, nets: Networks, num_slots: int, max_length: int, block_size: int) -> None:
+    Args:
+        window: positions before a block (or before a piece of a prefill) that are read; None: all. Cost and attention
+            then stop growing with the context.
+    """
+
+    def __init__(
+        self, nets: Networks, num_slots: int, max_length: int, block_size: int, window: int | None = None
+    ) -> None:
         config, embedding = nets.layer_config, nets.target.embedding
+        self.window = window
         self.nets, self.max_length, self.block_size, self.device = nets, max_length, block_size, embedding.device
 
         def cache(num_layers: int) -> SlotCache:
@@ -34,9 +42,14 @@ class RequestStates:
         self.arrived = torch.zeros(num_slots, max_length + 1, dtype=torch.bool, device=self.device)
 
     @property
+    def caches(self) -> tuple[SlotCache, ...]:
+        """Of all networks."""
+        return self.draft_model, self.adapter, self.decoder
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all caches, in bytes."""
-        return self.draft_model.num_bytes + self.adapter.num_bytes + self.decoder.num_bytes
+        return sum(cache.num_bytes for cache in self.caches)
 
     def forget(self, slot: int) -> None:
         """Empty a slot: no state of an earlier request is ever seen by a later one."""
@@ -50,22 +63,31 @@ class RequestStates:
         """Padded length that covers positions below ``longest``."""
         return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, self.max_length)
 
+    def mark(self, slot: int, start: int, end: int) -> None:
+        """States of positions [start, end) were written into the caches by somebody else."""
+        self.arrived[slot, start:end] = True
+
     def prefix(self, slots: list[int], anchors: list[int]) -> Prefix:
         """The verified context of ``slots`` before their anchors, gathered once for a round."""
-        length = self.context_length(max(anchors))
-        rows = torch.tensor(slots, device=self.device)
         anchor = torch.tensor(anchors, device=self.device)
-        context = Context(
-            [self.draft_model.read_all(rows, length)],
-            [self.adapter.read_all(rows, length)],
-            [self.decoder.read_all(rows, length)],
-        )
-        tokens = self.tokens[:, : length + 2 * self.block_size].index_select(0, rows)
-        return Prefix(context, self._seen(rows, anchor, length), anchor, tokens)
+        view = self._view(torch.tensor(slots, device=self.device), anchor, max(anchors))
+        context = Context(*([cache.read_all(view)] for cache in self.caches))
+        longest = self.context_length(max(anchors)) + 2 * self.block_size
+        tokens = self.tokens[:, :longest].index_select(0, view.slots)
+        return Prefix(context, self._seen(view, anchor), anchor, tokens)
 
-    def _seen(self, rows: Tensor, before: Tensor, length: int) -> Tensor:
-        position = torch.arange(length, device=self.device)
-        return self.arrived[:, :length].index_select(0, rows) & (position < before[:, None])
+    def _view(self, slots: Tensor, before: Tensor, longest: int) -> View:
+        """What a context that ends before positions ``before`` [rows], at most ``longest``, is read from."""
+        if self.window is None or longest <= self.window:
+            return View(slots, self.context_length(max(longest, 1)))
+        length = self.context_length(self.window)
+        return View(slots, length, (before - length).clamp(min=0))
+
+    def _seen(self, view: View, before: Tensor) -> Tensor:
+        """[rows, length] bool: positions of ``view`` before ``before`` whose states have arrived."""
+        positions = view.positions
+        seen = self.arrived[view.slots[:, None], positions] & (positions < before[:, None])
+        return seen if self.window is None else seen & (positions >= before[:, None] - self.window)
 
     def commit(self, slots: list[int], starts: list[int], states: list[Tensor]) -> None:
         """True states of committed tokens: ``states[i]`` [count, num_taps * hidden] at positions from ``starts[i]``.
@@ -105,22 +127,19 @@ class RequestStates:
         for cache, network in ((self.draft_model, self.nets.draft_model), (self.adapter, self.nets.adapter)):
             for layer, segment in enumerate(network.context_keys_values(states, rope)):
                 cache.write(layer, rows, where, segment)
-        self._write_decoder(
-            rows, start, self.nets.deepest(states), positions, where, self.context_length(max(longest, 1))
-        )
+        self._write_decoder(self._view(rows, start, longest), start, self.nets.deepest(states), positions, where)
 
-    def _write_decoder(
-        self, rows: Tensor, start: Tensor, x: Tensor, positions: Tensor, where: Tensor, length: int
-    ) -> None:
+    def _write_decoder(self, view: View, start: Tensor, x: Tensor, positions: Tensor, where: Tensor) -> None:
         """The decoder's layers run over true states too: a layer's keys need the output of the layer below."""
+        rows = view.slots
         rope, size = self.nets.target.rotary(positions), positions.shape[1]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
-        before = self._seen(rows, start, length).unsqueeze(1).expand(-1, size, -1)
+        before = self._seen(view, start).unsqueeze(1).expand(-1, size, -1)
         mask = torch.cat([before, causal], dim=-1)
         layers = self.nets.target.decoder.layers
         for index, layer in enumerate(layers):
             if index == len(layers) - 1:
                 own = layer.context_keys_values(x, rope)
             else:
-                x, own = layer(x, rope, [self.decoder.read(index, rows, length)], mask)
+                x, own = layer(x, rope, [self.decoder.read(index, view)], mask)
             self.decoder.write(index, rows, where, own)

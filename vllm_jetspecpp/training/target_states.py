@@ -1,7 +1,7 @@
 """The target's states over training sequences: computed once and memory-mapped, or anew for every batch.
 
-A cache folder holds ``tokens.pt``, ``states.bin`` and ``final.bin`` (flat bfloat16), one ``done-<i>of<n>`` a process
-that computes, and, once complete, ``meta.json``.
+A cache folder holds ``tokens.safetensors``, ``states.bin`` and ``final.bin`` (flat bfloat16), one ``done-<i>of<n>`` a
+process that computes, and, once complete, ``meta.json``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm_jetspecpp.models.weight_files import load_tensors
 from vllm_jetspecpp.training.regenerate import Sequence
 
 
@@ -83,7 +85,9 @@ class TargetStates:
         from transformers import AutoModelForCausalLM
 
         # Eager attention on a GPU would hold every score; "sdpa" takes our masks as they are.
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            target, dtype=dtype, attn_implementation="sdpa", use_safetensors=True
+        )
         self._model, self._taps = model.model.to(device).eval(), taps
         self.device = torch.device(device)
 
@@ -134,7 +138,7 @@ def _map(path: Path, rows: int, width: int, create: bool) -> Tensor:
 
 def open_sequences(folder: Path) -> Sequences:
     """The sequences of a cache folder, whether or not their states are there."""
-    return Sequences(**torch.load(folder / "tokens.pt", weights_only=True))
+    return Sequences(**load_tensors(folder / "tokens.safetensors"))
 
 
 def open_cache(folder: Path) -> StateCache:
@@ -162,13 +166,13 @@ def prepare_cache(sequences: Sequences, out: Path) -> None:
         ValueError: the folder was begun with other sequences.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if (out / "tokens.pt").is_file():
+    if (out / "tokens.safetensors").is_file():
         if not torch.equal(open_sequences(out).tokens, sequences.tokens):
             raise ValueError(f"{out} was begun with other answers; remove it to start anew")
         return
     partial = out / "tokens.partial"
-    torch.save(vars(sequences), partial)
-    partial.rename(out / "tokens.pt")
+    save_file(vars(sequences), partial)
+    partial.rename(out / "tokens.safetensors")
 
 
 def _batches(sequences: Sequences, batch: int, shard: tuple[int, int]) -> Iterator[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm_jetspecpp.transport.messages import DraftBatch, VerifiedBatch
 
@@ -35,6 +35,22 @@ class WorkerEnd(Protocol):
 
     def close(self) -> None:
         """Free everything this end holds; may be called twice."""
+
+
+class ProcessWorkerEnd(WorkerEnd, Protocol):
+    """A worker's end whose other end is in another process, which has still to be started."""
+
+    @property
+    def handle(self) -> Any:
+        """A dataclass of plain values, from which the keeper makes what the draft process attaches with."""
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """Descriptors that the keeper is to inherit."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the draft process has attached: it answers from now on. Never waits."""
 
 
 class DraftEnd(Protocol):

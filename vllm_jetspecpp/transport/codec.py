@@ -1,12 +1,13 @@
 """Messages to bytes and back: pure functions on buffers, no pickle.
 
-A message is a fixed header of int64 fields, one int64 record per request (or draft), then int32 tokens, then the raw
-bytes of the states, each array on an 8-byte boundary. Every count is checked against the buffer before it is used, so
-that a damaged message is a ValueError and never a wild read.
+A message is a fixed header of int64 fields, one int64 record per request (or draft), then for each int32 tokens, the
+raw bytes of the states and int64 block ids, each array on an 8-byte boundary. Every count is checked against the buffer
+before it is used, so that a damaged message is a ValueError and never a wild read.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 
@@ -18,12 +19,15 @@ from vllm_jetspecpp.types import Origin
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states on the wire; a message names one by its index."""
 
+MAX_WIDTH = 1 << 24
+"""Of a row of states."""
+
 _VERIFIED_MAGIC = 0x4A53_5050_0001
 _DRAFT_MAGIC = 0x4A53_5050_0002
-_VERIFIED_HEADER = struct.Struct("=5q")  # magic, total bytes, step, requests, released
-_REQUEST = struct.Struct("=11q")
+_VERIFIED_HEADER = struct.Struct("=7q")  # magic, total bytes, step, requests, released, overwritten, block size
+_REQUEST = struct.Struct("=13q")
 _DRAFT_HEADER = struct.Struct("=4q")  # magic, total bytes, step, drafts
-_DRAFT = struct.Struct("=3q")  # slot, origin, tokens
+_DRAFT = struct.Struct("=4q")  # slot, origin, tokens, positions without states
 _INT64 = 8
 _WANTS_DRAFT, _RESET = 1, 2
 
@@ -32,9 +36,9 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _INT64) * _INT64
 
 
-def request_bytes(num_tokens: int, num_states: int, state_bytes: int) -> int:
+def request_bytes(num_tokens: int, num_states: int, state_bytes: int, num_blocks: int) -> int:
     """Bytes one request takes in a message; ``state_bytes`` is the size of one row of states."""
-    return _REQUEST.size + _aligned(4 * num_tokens) + _aligned(num_states * state_bytes)
+    return _REQUEST.size + _aligned(4 * num_tokens) + _aligned(num_states * state_bytes) + _INT64 * num_blocks
 
 
 def state_bytes(request: Verified) -> int:
@@ -44,8 +48,10 @@ def state_bytes(request: Verified) -> int:
 
 def verified_bytes(batch: VerifiedBatch) -> int:
     """Exact size of the encoded message."""
-    body = sum(request_bytes(r.tokens.shape[0], r.states.shape[0], state_bytes(r)) for r in batch.requests)
-    return _VERIFIED_HEADER.size + _INT64 * len(batch.released) + body
+    body = sum(
+        request_bytes(r.tokens.shape[0], r.states.shape[0], state_bytes(r), len(r.block_ids)) for r in batch.requests
+    )
+    return _VERIFIED_HEADER.size + _INT64 * (len(batch.released) + len(batch.overwritten)) + body
 
 
 def encode_verified(batch: VerifiedBatch, buffer: memoryview) -> None:
@@ -54,18 +60,17 @@ def encode_verified(batch: VerifiedBatch, buffer: memoryview) -> None:
     Raises:
         ValueError: a dtype or shape that ``transport/messages.py`` does not allow.
     """
-    _VERIFIED_HEADER.pack_into(
-        buffer, 0, _VERIFIED_MAGIC, len(buffer), batch.step, len(batch.requests), len(batch.released)
-    )
-    at = _VERIFIED_HEADER.size
-    struct.pack_into(f"={len(batch.released)}q", buffer, at, *batch.released)
-    at += _INT64 * len(batch.released)
+    counts = (len(batch.requests), len(batch.released), len(batch.overwritten), batch.cache_block_size)
+    _VERIFIED_HEADER.pack_into(buffer, 0, _VERIFIED_MAGIC, len(buffer), batch.step, *counts)
+    at = _put_int64s(batch.released, buffer, _VERIFIED_HEADER.size)
+    at = _put_int64s(batch.overwritten, buffer, at)
     for request in batch.requests:
         _REQUEST.pack_into(buffer, at, *_request_fields(request))
         at += _REQUEST.size
     for request in batch.requests:
         at = _put(request.tokens, buffer, at)
         at = _put(request.states, buffer, at)
+        at = _put_int64s(request.block_ids, buffer, at)
 
 
 def decode_verified(buffer: memoryview) -> VerifiedBatch:
@@ -75,13 +80,15 @@ def decode_verified(buffer: memoryview) -> VerifiedBatch:
         ValueError: not a whole, well-formed message.
     """
     reader = _Reader(buffer)
-    magic, total, step, num_requests, num_released = reader.fields(_VERIFIED_HEADER)
+    magic, total, step, num_requests, num_released, num_overwritten, block_size = reader.fields(_VERIFIED_HEADER)
     _check_header(magic == _VERIFIED_MAGIC and total == len(buffer), "VerifiedBatch", magic, total, len(buffer))
-    released = reader.int64s(num_released)
+    released, overwritten = reader.int64s(num_released), reader.int64s(num_overwritten)
     records = list(reader.records(_REQUEST, num_requests))
     requests = tuple(_read_request(record, reader) for record in records)
     reader.finish()
-    return VerifiedBatch(step=step, requests=requests, released=released)
+    if block_size < 0:
+        raise ValueError(f"message names a cache block of {block_size} positions")
+    return VerifiedBatch(step, requests, released, overwritten, block_size)
 
 
 def draft_bytes(batch: DraftBatch) -> int:
@@ -94,7 +101,7 @@ def encode_draft(batch: DraftBatch, buffer: memoryview) -> None:
     _DRAFT_HEADER.pack_into(buffer, 0, _DRAFT_MAGIC, len(buffer), batch.step, len(batch.drafts))
     at = _DRAFT_HEADER.size
     for draft in batch.drafts:
-        _DRAFT.pack_into(buffer, at, draft.slot, int(draft.origin), len(draft.tokens))
+        _DRAFT.pack_into(buffer, at, draft.slot, int(draft.origin), len(draft.tokens), draft.num_missing)
         at += _DRAFT.size
     for draft in batch.drafts:
         struct.pack_into(f"={len(draft.tokens)}i", buffer, at, *draft.tokens)
@@ -107,7 +114,9 @@ def decode_draft(buffer: memoryview) -> DraftBatch:
     magic, total, step, num_drafts = reader.fields(_DRAFT_HEADER)
     _check_header(magic == _DRAFT_MAGIC and total == len(buffer), "DraftBatch", magic, total, len(buffer))
     records = list(reader.records(_DRAFT, num_drafts))
-    drafts = tuple(Draft(slot, reader.int32s(length), Origin(origin)) for slot, origin, length in records)
+    drafts = tuple(
+        Draft(slot, reader.int32s(length), Origin(origin), missing) for slot, origin, length, missing in records
+    )
     reader.finish()
     return DraftBatch(step=step, drafts=drafts)
 
@@ -130,11 +139,18 @@ def _request_fields(request: Verified) -> tuple[int, ...]:
         request.num_verified,
         request.max_draft_tokens,
         _WANTS_DRAFT * request.wants_draft | _RESET * request.reset,
+        request.first_block,
+        len(request.block_ids),
     )
 
 
 def _read_request(record: tuple[int, ...], reader: _Reader) -> Verified:
-    slot, token_start, num_tokens, state_start, num_states, width, dtype, accepted, verified, room, flags = record
+    (slot, token_start, num_tokens, state_start, num_states, width, dtype, *counts, flags, first_block, num_blocks) = (
+        record
+    )
+    accepted, verified, room = counts
+    if min(slot, token_start, state_start, verified) < 0:
+        raise ValueError(f"message names a negative slot, position or count: {record}")
     if not 0 <= dtype < len(DTYPES):
         raise ValueError(f"message names state dtype {dtype}, known are 0..{len(DTYPES) - 1}")
     return Verified(
@@ -148,6 +164,8 @@ def _read_request(record: tuple[int, ...], reader: _Reader) -> Verified:
         wants_draft=bool(flags & _WANTS_DRAFT),
         max_draft_tokens=room,
         reset=bool(flags & _RESET),
+        first_block=first_block,
+        block_ids=reader.int64s(num_blocks),
     )
 
 
@@ -156,6 +174,12 @@ def _put(tensor: torch.Tensor, buffer: memoryview, at: int) -> int:
     if tensor.numel():
         torch.frombuffer(buffer, dtype=tensor.dtype, count=tensor.numel(), offset=at).view(tensor.shape).copy_(tensor)
     return at + _aligned(tensor.numel() * tensor.element_size())
+
+
+def _put_int64s(values: tuple[int, ...], buffer: memoryview, at: int) -> int:
+    """Write ``values`` to ``buffer[at:]``; returns where the next array starts."""
+    struct.pack_into(f"={len(values)}q", buffer, at, *values)
+    return at + _INT64 * len(values)
 
 
 def _check_header(right: bool, what: str, magic: int, total: int, given: int) -> None:
@@ -191,11 +215,10 @@ class _Reader:
         return struct.unpack_from(f"={count}i", self._buffer, self._take(4 * count))
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            if size < 0:
-                raise ValueError(f"message names a negative size in {shape}")
-            count *= size
+        # An empty tensor takes no bytes, whatever its other size says: that is bounded here.
+        if min(shape) < 0 or shape[0] > len(self._buffer) or max(shape[1:], default=0) > MAX_WIDTH:
+            raise ValueError(f"message names impossible sizes {shape}")
+        count = math.prod(shape)
         start = self._take(count * dtype.itemsize)
         if not count:
             return torch.empty(shape, dtype=dtype)

@@ -41,6 +41,11 @@ class Verified:
     """Room before ``max_model_len``: no more draft tokens than this are of use."""
     reset: bool = False
     """The slot starts a new request: forget all it held."""
+    first_block: int = 0
+    """Which of the request's blocks of vLLM's KV cache ``block_ids[0]`` is, counted from position 0."""
+    block_ids: tuple[int, ...] = ()
+    """Ids of those blocks, all that ``states`` lie in; with ``reset`` also those before, whose positions were cached:
+    vLLM does not compute their states again, so the prefix store has to know them."""
 
     @property
     def anchor_position(self) -> int:
@@ -57,6 +62,11 @@ class VerifiedBatch:
     requests: tuple[Verified, ...]
     released: tuple[int, ...] = ()
     """Slots whose requests ended."""
+    overwritten: tuple[int, ...] = ()
+    """Blocks of vLLM's KV cache that took positions whose states are not sent: what the prefix store has of them is
+    another request's."""
+    cache_block_size: int = 0
+    """Positions in a block of vLLM's KV cache; 0: no block ids are sent, and no prefix is kept."""
 
     @property
     def wants_reply(self) -> bool:
@@ -72,6 +82,8 @@ class Draft:
     tokens: tuple[int, ...]
     """At most γ draft tokens, the anchor not included."""
     origin: Origin
+    num_missing: int = 0
+    """Positions before the anchor whose states the draft process never got: it drafted without them."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ class SharedMemoryWorkerEnd:
             if size <= 0 or size % mmap.PAGESIZE:
                 raise ValueError(f"{name} must be a multiple of {mmap.PAGESIZE}, got {size}")
         self._fd = os.memfd_create("vllm_jetspecpp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self._fd, 0o600)
         self.handle = SharedMemoryHandle(os.getpid(), self._fd, secrets.randbits(62), to_draft_bytes, to_worker_bytes)
         os.ftruncate(self._fd, self.handle.size)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody can cut the memory under the other end
@@ -108,6 +109,11 @@ class SharedMemoryWorkerEnd:
         self._peer: Peer | None = None
         self._region = _Region(self._fd, self.handle, self._peer_alive, spin)
         _HEADER.pack_into(self._region.bytes, 0, _MAGIC, self.handle.nonce)
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """None: the draft process finds the memory by the worker's process id."""
+        return ()
 
     @property
     def attached(self) -> bool:

@@ -13,8 +13,9 @@ def split_batch(batch: VerifiedBatch, max_bytes: int) -> list[VerifiedBatch]:
     """Messages of at most ``max_bytes`` each that mean the same as ``batch``, to be sent in this order.
 
     All keep the step. Early pieces look like prefill chunks: positions below a cut, nothing wanted. The last one
-    alone wants drafts: it has every anchor and outcome, so there is still one answer a step. Slots are released in
-    the first piece (one of them may be the slot of a new request), and a request resets its slot in its first piece.
+    alone wants drafts: it has every anchor and outcome, so there is still one answer a step. Slots are released and
+    blocks overwritten in the first piece (they may belong to a new request by now), and a request resets its slot in
+    its first piece. Block ids go with every piece.
 
     Raises:
         ValueError: ``max_bytes`` cannot hold one position, or all anchors at once.
@@ -33,7 +34,7 @@ def split_batch(batch: VerifiedBatch, max_bytes: int) -> list[VerifiedBatch]:
             pieces.add(request)
     pieces.flush()
     if anchors:
-        pieces.add_whole(VerifiedBatch(batch.step, tuple(anchors), pieces.take_released()))
+        pieces.add_whole(pieces.take(tuple(anchors)))
     return pieces.done
 
 
@@ -41,22 +42,21 @@ class _Pieces:
     """Fills one message after the other."""
 
     def __init__(self, batch: VerifiedBatch, max_bytes: int) -> None:
-        self._step = batch.step
-        self._released = batch.released
+        self._rest = dataclasses.replace(batch, requests=())
         self._max_bytes = max_bytes
         self._requests: list[Verified] = []
         self.done: list[VerifiedBatch] = []
 
-    def take_released(self) -> tuple[int, ...]:
-        """The released slots, the first time; then nothing."""
-        released, self._released = self._released, ()
-        return released
+    def take(self, requests: tuple[Verified, ...]) -> VerifiedBatch:
+        """A piece with ``requests``; the first one also has what belongs to no request."""
+        rest, self._rest = self._rest, dataclasses.replace(self._rest, released=(), overwritten=())
+        return dataclasses.replace(rest, requests=requests)
 
     def add(self, request: Verified) -> None:
         """Put ``request`` into the present piece as far as it goes, and the rest into the next ones."""
         rest: Verified | None = request
         while rest is not None:
-            used = codec.verified_bytes(VerifiedBatch(self._step, tuple(self._requests), self._released))
+            used = codec.verified_bytes(dataclasses.replace(self._rest, requests=tuple(self._requests)))
             head, rest = _fill(rest, self._max_bytes - used)
             if head is not None:
                 self._requests.append(head)
@@ -68,7 +68,7 @@ class _Pieces:
     def flush(self) -> None:
         """End the present piece."""
         if self._requests:
-            self.done.append(VerifiedBatch(self._step, tuple(self._requests), self.take_released()))
+            self.done.append(self.take(tuple(self._requests)))
             self._requests = []
 
     def add_whole(self, piece: VerifiedBatch) -> None:
@@ -83,7 +83,7 @@ def _fill(request: Verified, room: int) -> tuple[Verified | None, Verified | Non
 
     def size(position: int) -> int:
         num_tokens, num_states = _counts_below(request, position)
-        return codec.request_bytes(num_tokens, num_states, codec.state_bytes(request))
+        return codec.request_bytes(num_tokens, num_states, codec.state_bytes(request), len(request.block_ids))
 
     if size(_end(request)) <= room:
         return request, None

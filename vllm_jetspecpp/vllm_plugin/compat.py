@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "worker", "cpu", "gpu", "v2", "v2_cpu"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Symbol:
     """One symbol of vLLM."""
 
     scope: Scope
-    """Which of our processes needs it: ``config`` where the engine is configured, the others in a worker; ``v2`` and
-    ``v2_cpu`` with vLLM's model runner V2 alone."""
+    """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
+    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -48,6 +48,7 @@ class Symbol:
 
 
 _SPECULATIVE = "vllm.config.speculative"
+_PARALLEL = "vllm.config.parallel"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
 _V2_RUNNER = f"{_V2}.model_runner"
@@ -57,7 +58,7 @@ SYMBOLS = (
     Symbol("config", _SPECULATIVE, "SpeculativeConfig.__post_init__", "resolve our options [overridden]"),
     Symbol("config", _SPECULATIVE, "SpeculativeConfig.compute_hash", "hash tapped layers [overridden]"),
     Symbol("config", "vllm.config.utils", "config", "declare our options as vLLM does"),
-    Symbol("config", "vllm.config.parallel", "ParallelConfig", "choose the worker", mentions="worker_cls"),
+    Symbol("config", _PARALLEL, "ParallelConfig", "choose the worker", mentions="worker_cls"),
     Symbol("config", "vllm.config.vllm", "VllmConfig.use_v2_model_runner", "select the model runner"),
     Symbol("config", "vllm.triton_utils", "HAS_TRITON", "tell whether the V2 model runner can run"),
     Symbol("config", "vllm.engine.arg_utils", "EngineArgs.async_scheduling", "keep steps from overlapping"),
@@ -68,9 +69,31 @@ SYMBOLS = (
         "keep the target off the draft process's cores",
         mentions="VLLM_CPU_OMP_THREADS_BIND",
     ),
+    Symbol(
+        "config",
+        "vllm.v1.spec_decode.dynamic.utils",
+        "validate_and_normalize_dynamic_sd_schedule",
+        "check num_speculative_tokens_per_batch_size",
+    ),
     Symbol("config", "vllm.platforms", "current_platform", "tell CPU from GPU"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "get_allowed_cpu_list", "share out CPU cores"),
     Symbol("config", "vllm.utils.cpu_resource_utils", "parse_id_list", "read VLLM_CPU_OMP_THREADS_BIND"),
+    Symbol(
+        "metrics",
+        "prometheus_client.multiprocess",
+        "MultiProcessCollector.collect",
+        "show our metrics with several API servers [wrapped]",
+    ),
+    Symbol(
+        "metrics",
+        "vllm.v1.metrics.prometheus",
+        "get_prometheus_registry",
+        "show our metrics",
+        mentions="MultiProcessCollector",
+    ),
+    Symbol("metrics", _PARALLEL, "ParallelConfig", "tell several API servers apart", mentions="_api_process_rank"),
+    Symbol("metrics", _PARALLEL, "ParallelConfig", "label an engine's metrics", mentions="data_parallel_index"),
+    Symbol("metrics", "vllm.config.model", "ModelConfig", "label an engine's metrics", mentions="served_model_name"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.init_device", "start the draft process [overridden]"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.load_model", "end it when loading fails [overridden]"),
     Symbol("worker", "vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", "wait for its start [overridden]"),
@@ -90,6 +113,8 @@ SYMBOLS = (
         "choose the tapped layers",
         mentions="eagle_aux_hidden_state_layer_ids",
     ),
+    Symbol("worker", _RUNNER, "GPUModelRunner.initialize_kv_cache", "know the cache's blocks [overridden]"),
+    Symbol("worker", "vllm.v1.worker.gpu_input_batch", "CachedRequestState", "know a request's blocks"),
     Symbol("worker", _RUNNER, "GPUModelRunner._update_states", "see requests end [overridden]"),
     Symbol("worker", _RUNNER, "GPUModelRunner._input_fits_in_drafter", "trim per request [overridden]"),
     Symbol("worker", _RUNNER, "GPUModelRunner.propose_draft_token_ids", "send what was verified [overridden]"),
@@ -102,6 +127,13 @@ SYMBOLS = (
     ),
     Symbol(
         "worker", _RUNNER, "GPUModelRunner._get_draft_token_ids_cpu", "return drafts as lists", mentions="isinstance"
+    ),
+    Symbol(
+        "worker",
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        "draft as many tokens as the schedule allows",
+        mentions="num_spec_tokens_to_schedule",
     ),
     Symbol("worker", "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "install the proposer"),
     Symbol("worker", "vllm.model_executor.model_loader.utils", "get_model_cls", "check the target before it loads"),
@@ -140,6 +172,14 @@ SYMBOLS = (
     Symbol(
         "v2", _V2_RUNNER, "GPUModelRunner.add_requests", "see requests begin [overridden]", mentions="prefill_token_ids"
     ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.update_requests",
+        "know a request's blocks [overridden]",
+        mentions="new_block_ids",
+    ),
+    Symbol("v2", _V2_RUNNER, "GPUModelRunner.initialize_kv_cache", "know the cache's blocks [overridden]"),
     Symbol("v2", _V2_RUNNER, "GPUModelRunner.sample", "verify point masses", mentions="draft_logits"),
     Symbol(
         "v2",
@@ -147,6 +187,13 @@ SYMBOLS = (
         "GPUModelRunner.sample_tokens",
         "send what was verified, after its tokens are written",
         mentions="postprocess_sampled",
+    ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.sample_tokens",
+        "draft as many tokens as the schedule allows",
+        mentions="num_speculative_tokens=",
     ),
     Symbol(
         "v2",
@@ -198,7 +245,7 @@ def needed_here() -> list[Symbol]:
     import vllm.envs
     from vllm.platforms import current_platform
 
-    scopes = ["config", "worker", "cpu" if current_platform.is_cpu() else "gpu"]
+    scopes = ["config", "metrics", "worker", "cpu" if current_platform.is_cpu() else "gpu"]
     if vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
         scopes += ["v2", "v2_cpu"] if current_platform.is_cpu() else ["v2"]
     return [symbol for symbol in SYMBOLS if symbol.scope in scopes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,14 +25,16 @@ from vllm_jetspecpp.config import (
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
-from vllm_jetspecpp.vllm_plugin import compat, environment, placement
+from vllm_jetspecpp.vllm_plugin import compat, environment, metrics, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 
+logger = logging.getLogger("vllm.jetspecpp")
 WHERE = "speculative_config"
 NOT_SERVED = {"num_draft_tokens", "anchor_replacement"}
 """Of a round: vLLM names γ otherwise, and without anchor replacement rounds are only measured."""
 DEFAULT_ENGINE = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
 MAX_DRAFT_SLOTS = 4096
+MAX_PREFIX_STORE_MIB = 1 << 24
 DEFAULT_DRAFT_SLOTS = 8
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 CPU_WORKER = "vllm_jetspecpp.vllm_plugin.cpu_worker.CPUSpecDecodeWorker"
@@ -61,17 +64,25 @@ class JetSpecConfig(SpeculativeConfig):
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
     draft_device: str = "auto"
-    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes."""
+    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. On another node ``cuda``, one GPU that Ray
+    chooses there, or ``cpu``; ``auto`` there is ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
     draft_cores: int | list[int] | None = None
-    """Draft process on CPU: its cores, as a number or as core ids; by default one."""
+    """Draft process on CPU: its cores, as a number or as core ids; by default one. On another node core ids of that
+    node; by default any, with as many threads as ``draft_resources`` ask for ``num_cpus``."""
     draft_resources: dict[str, float] | None = None
     """Further Ray resources that the draft process asks for."""
     ray_address: str | None = None
     """Ray cluster to start the draft process in; by default the current one or a local one."""
     transport: str = "shared_memory"
-    """``shared_memory``: a process of its own on this host. ``local``: inside the worker, for tests."""
+    """``shared_memory``: a process of its own on this host. ``tcp``: on any node of the cluster at ``ray_address``
+    that has ``draft_resources``. ``local``: inside the worker, for tests."""
     draft_slots: int | None = None
     """Requests drafted for at once; further ones decode plainly. By default min(max_num_seqs, 8)."""
+    prefix_store_mib: int = 256
+    """Memory for the states of prefixes that vLLM has cached, which it does not compute again; 0 keeps none."""
+    draft_window: int | None = None
+    """Positions before a block that the draft networks read. By default all, or as many as the checkpoint was made for
+    where ``max_model_len`` is larger."""
     reply_timeout: float = 5.0
     """Seconds that a step waits for drafts before it goes on without."""
     start_timeout: float = 300.0
@@ -80,6 +91,10 @@ class JetSpecConfig(SpeculativeConfig):
     """Dotted path of the class that drafts."""
     target_layer_ids: list[int] | None = None
     """Tapped layers, 0-based. The checkpoint says them; an option only with another ``draft_engine``."""
+    cache_bytes_per_position: int = 0
+    """Of the draft process; found out here, no option."""
+    metrics_directory: str | None = None
+    """Where the worker leaves its counts for ``/metrics``. Not an option: :func:`create_config` sets it."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
@@ -89,6 +104,7 @@ class JetSpecConfig(SpeculativeConfig):
         self._check_target()
         self._resolve_checkpoint()
         self._check_length()
+        self._check_schedule()
         self._resolve_placement()
         self._resolve_runner()
 
@@ -99,6 +115,7 @@ class JetSpecConfig(SpeculativeConfig):
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.draft_slots is not None:
             check_range("draft_slots", self.draft_slots, 1, MAX_DRAFT_SLOTS)
+        check_range("prefix_store_mib", self.prefix_store_mib, 0, MAX_PREFIX_STORE_MIB)
         # γ may still be unknown; everything else is checked with a valid one.
         self._round(self.num_speculative_tokens or 1)
 
@@ -144,6 +161,16 @@ class JetSpecConfig(SpeculativeConfig):
         limit, why = info.block_size - 1, f" (block_size of {self.model} less the anchor)"
         check_range("num_speculative_tokens", self.num_speculative_tokens, 1, limit, why)
         check_selection(self.selection, load_calibration(info.folder, self.num_speculative_tokens))
+        model = self.target_model_config
+        self.cache_bytes_per_position = info.cache_bytes_per_position(model.hf_text_config, model.dtype.itemsize)
+        if self.draft_window is None and model.max_model_len > info.max_position_embeddings:
+            self.draft_window = info.max_position_embeddings
+            logger.warning(
+                "the checkpoint was made for %d positions and max_model_len is %d: drafts are made from the last %d",
+                self.draft_window,
+                model.max_model_len,
+                self.draft_window,
+            )
 
     def _choose_layers(self) -> None:
         """Tapped layers for an engine of the user's: the given ones, else evenly spaced over 1..L-3."""
@@ -160,10 +187,29 @@ class JetSpecConfig(SpeculativeConfig):
         given, max_model_len = self.num_speculative_tokens, self.target_model_config.max_model_len
         if given >= max_model_len:
             raise ValueError(f"num_speculative_tokens must be less than max_model_len {max_model_len}, got {given}")
+        if self.draft_window is not None:
+            check_range("draft_window", self.draft_window, 1, max_model_len, " (max_model_len)")
+
+    def _check_schedule(self) -> None:
+        """vLLM's schedule of draft tokens by batch size: its scheduler cuts K at γ and fills the gaps."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+        try:
+            validate_and_normalize_dynamic_sd_schedule(schedule)
+        except ValueError as error:
+            raise ValueError(f"num_speculative_tokens_per_batch_size {schedule}: {error}") from None
 
     def _resolve_placement(self) -> None:
         from vllm.platforms import current_platform
 
+        if self.on_any_node:
+            gpus = self.placement_config.bundle.get("GPU", 0)
+            self.draft_device = placement.resolve_remote_device(self.draft_device, gpus)
+            placement.check_remote_cores(self.draft_cores, self.draft_device)
+            return
         self.draft_device = placement.resolve_draft_device(self.draft_device, self.target_parallel_config)
         if self.draft_device != "cpu":
             if self.draft_cores is not None:
@@ -209,10 +255,16 @@ class JetSpecConfig(SpeculativeConfig):
             raise ValueError(f"method {METHOD!r} does not support prefill context parallelism")
 
     @property
+    def on_any_node(self) -> bool:
+        """Whether the draft process may run on another node of a cluster than the worker's."""
+        address = self.ray_address or environment.given_by_user("RAY_ADDRESS")
+        return self.transport == "tcp" and address not in (None, "", "local")
+
+    @property
     def placement_config(self) -> PlacementConfig:
         """Where the draft process runs."""
         cores = tuple(self.draft_cores) if isinstance(self.draft_cores, list) else None
-        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address)
+        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address, any_node=self.on_any_node)
         return placement if self.draft_resources is None else replace(placement, draft_resources=self.draft_resources)
 
     def engine_config(self, vllm_config: Any) -> EngineConfig:
@@ -231,8 +283,27 @@ class JetSpecConfig(SpeculativeConfig):
             max_model_len=model.max_model_len,
             dtype=str(model.dtype).removeprefix("torch."),
             device=self.draft_device,
-            num_threads=len(self.draft_cores) if isinstance(self.draft_cores, list) else 1,
+            num_threads=self._num_threads,
+            prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
+            window=self.draft_window,
             engine=self.draft_engine,
+        )
+
+    @property
+    def _num_threads(self) -> int:
+        if isinstance(self.draft_cores, list):
+            return len(self.draft_cores)
+        return max(1, int(self.placement_config.bundle.get("CPU", 1))) if self.on_any_node else 1
+
+    def memory_of(self, engine: EngineConfig) -> str:
+        """What the draft process keeps of contexts, for people: fixed at start, whatever is served.
+
+        Beyond it there are only the weights and the tensors of one round.
+        """
+        caches = engine.num_slots * (engine.max_model_len + 1) * self.cache_bytes_per_position
+        return (
+            f"{caches / 2**20:.0f} MiB of caches ({engine.num_slots} requests of {engine.max_model_len} positions) and "
+            f"{engine.prefix_store_bytes / 2**20:.0f} MiB of cached prefixes"
         )
 
     def compute_hash(self) -> str:
@@ -245,7 +316,10 @@ class JetSpecConfig(SpeculativeConfig):
         return f"SpeculativeConfig(method={METHOD!r}, {given})"
 
 
-OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__})
+INHERITED = {"model", "num_speculative_tokens_per_batch_size"}
+"""Options of vLLM's own that mean the same here."""
+NO_OPTIONS = {"cache_bytes_per_position", "metrics_directory"}
+OPTIONS = sorted({*INHERITED, *JetSpecConfig.__annotations__} - NO_OPTIONS)
 
 
 def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:
@@ -263,11 +337,13 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     # Nor may vLLM choose it: drafts come over the host, so a step can't be scheduled before the last one's outcome.
     engine_args.async_scheduling = False
     try:
-        return JetSpecConfig(
+        spec = JetSpecConfig(
             **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
         )
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
+    spec.metrics_directory = metrics.prepare(engine_args)
+    return spec
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:

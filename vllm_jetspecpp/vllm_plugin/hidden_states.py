@@ -26,6 +26,11 @@ class HiddenStatesRunner(GPUModelRunner):
         # load_model() then has the target return the states of the tapped layers.
         self.use_aux_hidden_state_outputs = True
 
+    def initialize_kv_cache(self, kv_cache_config: Any, *options: Any, **more: Any) -> None:
+        """Allocate the KV cache, whose blocks are known for good by now."""
+        super().initialize_kv_cache(kv_cache_config, *options, **more)
+        self.drafter.cache_block_size = shared_block_size(self.cache_config, kv_cache_config)
+
     def _update_states(self, scheduler_output: Any) -> Any:
         """Free the slots of requests that ended; a new request under a known id continues a streamed one."""
         self.drafter.withdraw(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
@@ -54,7 +59,8 @@ class HiddenStatesRunner(GPUModelRunner):
             sampled_token_ids: accepted draft tokens and the target's own, for each request; empty in a prefill chunk.
             aux_hidden_states: one [num_rows, hidden_size] for each tapped layer.
         """
-        self.drafter.propose(self._verified_rows(scheduler_output, sampled_token_ids), aux_hidden_states)
+        requests = self._verified_rows(scheduler_output, sampled_token_ids)
+        self.drafter.propose(requests, aux_hidden_states, scheduler_output.num_spec_tokens_to_schedule)
         return [[] for _ in sampled_token_ids]
 
     def _verified_rows(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> list[VerifiedRows]:
@@ -72,6 +78,7 @@ class HiddenStatesRunner(GPUModelRunner):
                     num_sampled=len(sampled_token_ids[index]),
                     token_ids=batch.token_ids_cpu[index, : batch.num_tokens_no_spec[index]],
                     max_num_tokens=self._max_num_tokens(request_id, int(batch.num_prompt_tokens[index])),
+                    block_ids=next(iter(self.requests[request_id].block_ids), ()),
                 )
             )
             first_row += num_rows
@@ -88,6 +95,18 @@ class HiddenStatesRunner(GPUModelRunner):
         if self._draft_token_req_ids:
             self._draft_token_ids = self.drafter.collect(self._draft_token_req_ids)
         return super().take_draft_token_ids()
+
+
+def shared_block_size(cache_config: Any, kv_cache_config: Any) -> int:
+    """Positions in a block that vLLM's prefix cache may give to a later request; 0 where there are no such blocks.
+
+    With several groups of layers (sliding windows, recurrent states) a cached prefix is not one list of blocks: nothing
+    is kept then, and the draft process does without the states of cached positions.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if not cache_config.enable_prefix_caching or len(groups) != 1:
+        return 0
+    return groups[0].kv_cache_spec.block_size
 
 
 def check_target(model_config: Any) -> None:

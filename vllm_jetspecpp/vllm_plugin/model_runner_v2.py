@@ -11,7 +11,7 @@ import vllm.v1.worker.gpu.model_runner as vllm_model_runner
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_jetspecpp.vllm_plugin.hidden_states import check_target
+from vllm_jetspecpp.vllm_plugin.hidden_states import check_target, shared_block_size
 from vllm_jetspecpp.vllm_plugin.proposer import Proposer
 from vllm_jetspecpp.vllm_plugin.speculator import JetSpecSpeculator
 
@@ -35,6 +35,11 @@ class HiddenStatesRunnerV2(GPUModelRunner):
         """What the V1 runner keeps under this name."""
         return self.speculator.proposer
 
+    def initialize_kv_cache(self, kv_cache_config: Any, *options: Any, **more: Any) -> None:
+        """Allocate the KV cache, whose blocks are known for good by now."""
+        super().initialize_kv_cache(kv_cache_config, *options, **more)
+        self.drafter.cache_block_size = shared_block_size(self.cache_config, kv_cache_config)
+
     def finish_requests(self, scheduler_output: Any) -> None:
         """Free the slots of requests that ended."""
         self.speculator.finish_requests(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
@@ -44,6 +49,12 @@ class HiddenStatesRunnerV2(GPUModelRunner):
         """Take up new requests; resumed ones come as new, with all tokens they have."""
         self.speculator.add_requests(scheduler_output.scheduled_new_reqs)
         super().add_requests(scheduler_output)
+
+    def update_requests(self, scheduler_output: Any) -> None:
+        """Take up the blocks that running requests were given."""
+        cached = scheduler_output.scheduled_cached_reqs
+        self.speculator.update_requests(cached.req_ids, cached.new_block_ids)
+        super().update_requests(scheduler_output)
 
     def take_draft_token_ids(self) -> Any:
         """Wait for the drafts of the last step and return them to the scheduler."""

@@ -44,6 +44,44 @@ def resolve_draft_device(option: str, parallel_config: Any) -> str:
     return option
 
 
+def resolve_remote_device(option: str, num_gpus: float) -> str:
+    """``cpu`` or ``cuda`` for option ``draft_device`` of a draft process that Ray may put on another node.
+
+    Args:
+        num_gpus: what ``draft_resources`` ask for; Ray hands that out.
+
+    Raises:
+        ValueError: a GPU by number, or one that Ray is not asked for.
+    """
+    if option == "auto":
+        return "cuda" if num_gpus else "cpu"
+    if option not in ("cpu", "cuda"):
+        raise ValueError(
+            f"draft_device must be 'auto', 'cpu' or 'cuda' for a draft process on any node (Ray chooses the GPU), got "
+            f"{option!r}"
+        )
+    if option == "cuda" and not num_gpus:
+        raise ValueError("draft_device 'cuda' on any node needs draft_resources with num_gpus")
+    return option
+
+
+def check_remote_cores(option: int | list[int] | None, device: str) -> None:
+    """Check option ``draft_cores`` as far as it can be done without the node.
+
+    Raises:
+        ValueError: a number of cores (which ones is not known here), no distinct ids, or a GPU that needs none.
+    """
+    if option is None:
+        return
+    if device != "cpu":
+        raise ValueError(f"draft_cores is for draft_device 'cpu', got draft_device {device!r}")
+    if isinstance(option, int) or not option or len(set(option)) != len(option):
+        raise ValueError(
+            f"draft_cores must be distinct core ids of the node that draft_resources choose, with transport 'tcp', got "
+            f"{option}"
+        )
+
+
 def _target_gpus(parallel_config: Any) -> set[int]:
     assigned = getattr(parallel_config, "assigned_physical_gpu_ids", None)
     return set(assigned or range(parallel_config.world_size))

@@ -14,7 +14,7 @@ import torch
 from vllm_jetspecpp.draft_process.client import DraftClient
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
 from vllm_jetspecpp.types import Origin
-from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics
+from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics, difference
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -37,6 +37,8 @@ class VerifiedRows:
     """The whole prompt and everything committed, this step's tokens included."""
     max_num_tokens: int
     """Length at which the request ends."""
+    block_ids: Sequence[int] = ()
+    """Blocks of vLLM's KV cache that hold the request, from position 0 on; empty where they are not of one size."""
 
     @property
     def num_accepted(self) -> int:
@@ -52,6 +54,11 @@ class VerifiedRows:
     def room(self) -> int:
         """Draft tokens of use: the target's own token needs a place after them."""
         return self.max_num_tokens - len(self.token_ids) - 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request ends before a draft could be verified."""
+        return self.num_sampled > 0 and self.room < 1
 
 
 @dataclass
@@ -74,6 +81,8 @@ class Expected:
     request_id: str
     state: SlotState
     max_tokens: int
+    context_length: int
+    """Positions before the anchor."""
 
 
 class Proposer:
@@ -88,6 +97,8 @@ class Proposer:
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.client: DraftClient | None = None
         """None on ranks that do not draft, and before the worker has set it."""
+        self.cache_block_size = 0
+        """Positions in a block of vLLM's KV cache; 0 where no prefix is kept."""
         self.statistics = Statistics(self.num_draft_tokens)
         self._client_counts: dict[str, float] = {}
         self._free_slots = list(range(spec.engine_config(vllm_config).num_slots))
@@ -101,13 +112,18 @@ class Proposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing to load: vLLM's CPU runner calls this of every drafter."""
 
-    def propose(self, requests: Sequence[VerifiedRows], aux_states: Sequence[torch.Tensor]) -> None:
+    def propose(
+        self, requests: Sequence[VerifiedRows], aux_states: Sequence[torch.Tensor], max_draft_tokens: int | None = None
+    ) -> None:
         """Tell the draft process what one target step verified; ``collect`` fetches its answer.
 
         Args:
             requests: the step's requests, in the order of the batch.
             aux_states: one tensor for each tapped layer, ascending, each [num_rows, hidden_size].
+            max_draft_tokens: what vLLM's batch-size schedule allows the next step, γ by default. With 0 nothing is
+                drafted, but states go out all the same: drafting can resume at any step.
         """
+        allowed = self.num_draft_tokens if max_draft_tokens is None else min(max_draft_tokens, self.num_draft_tokens)
         self.statistics.outcomes_known()
         self._expected = {}
         verified = [(rows, state := self._find_slot(rows.request_id), self._count(rows, state)) for rows in requests]
@@ -119,22 +135,25 @@ class Proposer:
             self._generation = generation
         messages: list[Verified] = []
         told: list[SlotState] = []
+        overwritten: list[int] = []
         states: torch.Tensor | None = None
         for rows, state, had_block in verified:
-            if state is None or (rows.num_sampled and rows.room < 1):
-                continue  # decodes plainly, or ends before a draft could be verified
+            if state is None or (rows.is_last and not self.cache_block_size):
+                # Decodes plainly, or ends before a draft could be verified and nobody will read its states again.
+                overwritten += self._blocks(rows, rows.position, rows.position + rows.num_rows)[1]
+                continue
             if states is None:
                 states = torch.cat(list(aux_states), dim=-1)
-            message = self._message(rows, state, states, had_block, fresh=state.generation != generation)
+            limit = max(min(allowed, rows.room), 0)
+            message = self._message(rows, state, states, had_block, limit, fresh=state.generation != generation)
             messages.append(message)
             told.append(state)
             if message.wants_draft:
-                limit = min(self.num_draft_tokens, rows.room)
-                self._expected[state.slot] = Expected(rows.request_id, state, limit)
-        self._send(messages, told, generation)
+                self._expected[state.slot] = Expected(rows.request_id, state, limit, message.anchor_position)
+        self._send(messages, told, overwritten, generation)
 
     def _message(
-        self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, fresh: bool
+        self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, limit: int, fresh: bool
     ) -> Verified:
         """Tokens not sent before and states of this step; all tokens to a draft process that knows nothing."""
         end = rows.position + rows.num_final_rows
@@ -145,6 +164,7 @@ class Proposer:
         else:
             token_start = state.num_sent
         token_end = len(rows.token_ids) if rows.num_sampled else end
+        first_block, block_ids = self._blocks(rows, 0 if fresh else rows.position, end)
         return Verified(
             slot=state.slot,
             token_start=token_start,
@@ -154,19 +174,31 @@ class Proposer:
             states=states[rows.first_row : rows.first_row + rows.num_final_rows],
             num_accepted=rows.num_accepted if had_block else NO_BLOCK,
             num_verified=rows.num_draft_tokens if had_block else 0,
-            wants_draft=rows.num_sampled > 0,
-            max_draft_tokens=rows.room,
+            wants_draft=rows.num_sampled > 0 and limit > 0,
+            max_draft_tokens=limit,
             reset=fresh,
+            first_block=first_block,
+            block_ids=block_ids,
         )
 
-    def _send(self, messages: list[Verified], told: list[SlotState], generation: int) -> None:
+    def _blocks(self, rows: VerifiedRows, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """Of vLLM's blocks that positions [start, end) lie in: the first one's index, and the ids of all."""
+        if not self.cache_block_size:
+            return 0, ()
+        first = start // self.cache_block_size
+        return first, tuple(rows.block_ids[first : -(-end // self.cache_block_size)])
+
+    def _send(self, messages: list[Verified], told: list[SlotState], overwritten: list[int], generation: int) -> None:
         # A slot that was given away again is cleared by its new request's reset.
         released = self._released - {message.slot for message in messages}
-        if not messages and not released:
+        if not messages and not released and not overwritten:
             return
         assert self.client is not None
         self._step += 1
-        if not self.client.send(VerifiedBatch(self._step, tuple(messages), tuple(sorted(released)))):
+        batch = VerifiedBatch(
+            self._step, tuple(messages), tuple(sorted(released)), tuple(overwritten), self.cache_block_size
+        )
+        if not self.client.send(batch):
             self._expected = {}
             return  # the next draft process is of another generation: it is sent everything
         self._released.clear()
@@ -198,6 +230,7 @@ class Proposer:
             if expected and tokens and draft.origin in DRAFTED_ORIGINS:
                 expected.state.origin = draft.origin
                 self.statistics.received(draft.origin)
+                self.statistics.context(expected.context_length, draft.num_missing)
                 yield expected.request_id, tokens
 
     def _usable_tokens(self, tokens: Sequence[int], limit: int) -> list[int]:
@@ -261,9 +294,13 @@ class Proposer:
         if self.client is None:
             return {}
         counts = asdict(self.client.stats)
-        since_reset = {name: count - self._client_counts.get(name, 0) for name, count in counts.items()}
-        values = self.statistics.as_dict() | {"client": since_reset}
+        values = self.statistics.as_dict() | {"client": difference(counts, self._client_counts)}
         if reset:
-            self.statistics = Statistics(self.num_draft_tokens)
+            self.statistics.reset()
             self._client_counts = counts
         return values
+
+    def totals(self) -> dict[str, Any]:
+        """What ``/metrics`` shows: sums since start, which no reset changes, and whether drafts can come now."""
+        assert self.client is not None
+        return self.statistics.totals() | {"client": asdict(self.client.stats), "alive": self.client.alive}

@@ -1,7 +1,7 @@
 """The drafter of vLLM's model runner V2: :class:`Proposer` behind vLLM's ``BaseSpeculator``.
 
 V2 keeps tokens, lengths and drafts on the device. The proposer wants them on the host, so each step brings the tokens
-that it committed over, in one small copy, and a :class:`TokenHistory` for each request keeps them.
+that it committed over, in one small copy, and a :class:`HostRequest` keeps them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_jetspecpp.vllm_plugin.proposer import Proposer, VerifiedRows
 
 
-class TokenHistory:
-    """Prompt and committed tokens of one request."""
+class HostRequest:
+    """What the host knows of one request: prompt and committed tokens, and its blocks of the KV cache."""
 
     def __init__(self, tokens: Sequence[int], max_num_tokens: int) -> None:
+        self.block_ids: list[int] = []
         self._buffer = np.empty(max_num_tokens, dtype=np.int32)  # pages that are never written take no memory
         self._length = 0
         self.extend(tokens)
@@ -55,10 +56,7 @@ class JetSpecSpeculator(BaseSpeculator):
         self.proposer = Proposer(vllm_config)
         self.device = device
         self.req_states = req_states
-        self._histories: dict[str, TokenHistory] = {}
-        max_num_seqs, num_draft_tokens = vllm_config.scheduler_config.max_num_seqs, self.proposer.num_draft_tokens
-        # vLLM wants tokens for every request at once; 0 is in any vocabulary.
-        self._placeholders = torch.zeros((max_num_seqs, num_draft_tokens), dtype=torch.int64, device=device)
+        self._requests: dict[str, HostRequest] = {}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """No graphs: nothing is computed here."""
@@ -72,17 +70,27 @@ class JetSpecSpeculator(BaseSpeculator):
         One whose tokens are those we know keeps its slot: what the draft process stored for it is still right.
         """
         for request in new_requests:
-            known = self._histories.get(request.req_id)
+            known = self._requests.get(request.req_id)
             if known is None or not np.array_equal(known.tokens, request.prefill_token_ids):
                 self.proposer.forget([request.req_id])
-                self._histories[request.req_id] = TokenHistory(request.prefill_token_ids, self.req_states.max_model_len)
+                known = HostRequest(request.prefill_token_ids, self.req_states.max_model_len)
+                self._requests[request.req_id] = known
+            known.block_ids = list(next(iter(request.block_ids), ()))
+
+    def update_requests(
+        self, request_ids: Iterable[str], new_block_ids: Iterable[tuple[list[int], ...] | None]
+    ) -> None:
+        """Requests go on, with more blocks of the KV cache; one list for each group of layers, of which we need one."""
+        for request_id, groups in zip(request_ids, new_block_ids, strict=True):
+            if groups:
+                self._requests[request_id].block_ids.extend(groups[0])
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """Requests ended, or lost their place and their blocks for now."""
         self.proposer.withdraw(preempted)
         self.proposer.forget(finished)
         for request_id in finished:
-            self._histories.pop(request_id, None)
+            self._requests.pop(request_id, None)
 
     @torch.inference_mode()
     def propose(
@@ -95,26 +103,30 @@ class JetSpecSpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,  # [num_reqs] int32
         *unused: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **unused_too: Any,
     ) -> torch.Tensor:  # [num_reqs, γ] int64
         """Send the step to the draft process.
 
         Returns:
-            Placeholders; ``collect`` replaces them before the scheduler hears of any draft.
+            Zeros, which are in any vocabulary; ``collect`` replaces them before the scheduler hears of any draft.
         """
         # Without a client: ranks that do not draft, and vLLM's warm-up with requests and positions that it made up.
         if not dummy_run and self.proposer.client is not None:
             assert aux_hidden_states is not None
-            self.proposer.propose(self._verified_rows(input_batch, num_sampled), aux_hidden_states)
-        return self._placeholders[: input_batch.num_reqs]
+            requests = self._verified_rows(input_batch, num_sampled)
+            self.proposer.propose(requests, aux_hidden_states, num_speculative_tokens)
+        # New ones each time: the runner writes into them.
+        shape = (input_batch.num_reqs, self.proposer.num_draft_tokens)
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def _verified_rows(self, input_batch: Any, num_sampled: torch.Tensor) -> list[VerifiedRows]:
-        histories = [self._histories[request_id] for request_id in input_batch.req_ids]
-        sampled = self._sampled_tokens(input_batch.idx_mapping, num_sampled, histories)
+        known = [self._requests[request_id] for request_id in input_batch.req_ids]
+        sampled = self._sampled_tokens(input_batch.idx_mapping, num_sampled, known)
         num_draft_tokens, states = input_batch.num_draft_tokens_per_req, self.req_states
         requests = []
         for index, request_id in enumerate(input_batch.req_ids):
-            histories[index].extend(sampled[index])
+            known[index].extend(sampled[index])
             max_seq_len = int(states.max_seq_len[input_batch.idx_mapping_np[index]])
             requests.append(
                 VerifiedRows(
@@ -124,8 +136,9 @@ class JetSpecSpeculator(BaseSpeculator):
                     position=int(input_batch.num_computed_tokens_np[index]),
                     num_draft_tokens=0 if num_draft_tokens is None else int(num_draft_tokens[index]),
                     num_sampled=len(sampled[index]),
-                    token_ids=histories[index].tokens,
+                    token_ids=known[index].tokens,
                     max_num_tokens=min(states.max_model_len, max_seq_len),
+                    block_ids=known[index].block_ids,
                 )
             )
         return requests
@@ -134,11 +147,11 @@ class JetSpecSpeculator(BaseSpeculator):
         self,
         idx_mapping: torch.Tensor,  # [num_reqs] int64
         num_sampled: torch.Tensor,  # [num_reqs] int32
-        histories: list[TokenHistory],
+        known: list[HostRequest],
     ) -> list[list[int]]:
         """Accepted draft tokens and the target's own, for each request: the runner has just written them."""
         token_ids = self.req_states.all_token_ids.gpu  # [max_num_reqs, max_model_len] int32
-        starts = torch.tensor([len(history) for history in histories])
+        starts = torch.tensor([len(request) for request in known])
         positions = starts[:, None] + torch.arange(self.proposer.num_draft_tokens + 1)
         positions = positions.clamp_(max=token_ids.shape[1] - 1).to(self.device)
         newest = token_ids[idx_mapping[:, None], positions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +11,17 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
 from vllm_jetspecpp.vllm_plugin import compat
+from vllm_jetspecpp.vllm_plugin.metrics_file import MetricsWriter
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
+
+logger = logging.getLogger("vllm.jetspecpp")
 
 
 class SpecDecodeWorker(Worker):
     """What the CPU and the GPU worker share. Only rank 0 drafts: the tapped states are the same on every rank."""
 
     draft_client: DraftClient | None = None
+    metrics_writer: MetricsWriter | None = None
 
     def init_device(self) -> None:
         """Start the draft process, which then starts while the target loads, and build the model runner."""
@@ -31,8 +36,11 @@ class SpecDecodeWorker(Worker):
 
     def _make_client(self) -> DraftClient:
         spec = self.vllm_config.speculative_config
+        engine = spec.engine_config(self.vllm_config)
+        if spec.cache_bytes_per_position:
+            logger.info("the draft process keeps %s", spec.memory_of(engine))
         return make_client(
-            spec.engine_config(self.vllm_config),
+            engine,
             spec.placement_config,
             spec.transport,
             spec.reply_timeout,
@@ -57,7 +65,14 @@ class SpecDecodeWorker(Worker):
                 self.draft_client.wait_started(self.vllm_config.speculative_config.start_timeout)
                 # Not before: the V2 runner warms up with steps that look like any other.
                 self.model_runner.drafter.client = self.draft_client
+                self._write_metrics()
             return times
+
+    def _write_metrics(self) -> None:
+        directory = self.vllm_config.speculative_config.metrics_directory
+        if directory is not None and self.metrics_writer is None:
+            name, engine = self.model_config.served_model_name, self.parallel_config.data_parallel_index
+            self.metrics_writer = MetricsWriter(directory, name, engine, self.model_runner.drafter.totals)
 
     def jetspecpp_stats(self, reset: bool = False) -> dict[str, Any]:
         """Counts and times since start or the last reset; for ``collective_rpc``. Empty on ranks that do not draft."""
@@ -65,6 +80,9 @@ class SpecDecodeWorker(Worker):
 
     def shutdown(self) -> None:
         """End the draft process, then the worker."""
+        if self.metrics_writer is not None:
+            self.metrics_writer.close()
+            self.metrics_writer = None
         self._close_client()
         super().shutdown()
 
