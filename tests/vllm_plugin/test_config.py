@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.triton_utils
 from safetensors.torch import load_file, save_file
 from vllm.config import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
@@ -21,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.vllm_plugin import environment, placement
-from vllm_jetspecpp.vllm_plugin.config import CPU_WORKER, JetSpecConfig
+from vllm_jetspecpp.vllm_plugin.config import CPU_WORKER, V2_RUNNER, JetSpecConfig
 
 Create = Callable[..., Any]
 OWN_ENGINE = {"draft_engine": "tests.engines.EchoEngine", "num_speculative_tokens": 7, "model": "anything"}
@@ -384,8 +385,32 @@ def test_refused_targets_and_engines(
     monkeypatch.setattr(model_configs["target"], "multimodal_config", object())
     check_refusal(lambda: create(own), "does not support multimodal targets")
     monkeypatch.undo()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_refusal(lambda: create(own), "needs vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER, got '1'")
+
+
+def test_choice_of_model_runner(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = method(**OWN_ENGINE)
+    monkeypatch.delenv(V2_RUNNER, raising=False)
+    create(own)
+    assert os.environ[V2_RUNNER] == "0"
+    environment.release()
+    monkeypatch.setenv(V2_RUNNER, "yes")
+    check_refusal(lambda: create(own), "VLLM_USE_V2_MODEL_RUNNER must be 0 or 1, got 'yes'")
+    monkeypatch.setenv(V2_RUNNER, "1")
+    check_refusal(lambda: create(own), "VLLM_USE_V2_MODEL_RUNNER=1 needs Triton with a backend for this machine")
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
+    create(own)
+    assert os.environ[V2_RUNNER] == "1"
+    check_refusal(
+        lambda: create(own, parallel={"prefill_context_parallel_size": 2}), "does not support prefill context"
+    )
+
+
+@pytest.mark.usefixtures("create")  # gives the environment back
+def test_vllm_does_not_choose_async_scheduling(model_configs: dict[str, Any]) -> None:
+    args = EngineArgs(model=model_configs["target"].model, speculative_config=method(**OWN_ENGINE))
+    assert args.async_scheduling is None
+    args.create_speculative_config(model_configs["target"], ParallelConfig())
+    assert args.async_scheduling is False
 
 
 def test_flags(create: Create, checkpoint: Path) -> None:

@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "metrics", "worker", "cpu", "gpu"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Symbol:
 
     scope: Scope
     """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
-    goes on without; the others in a worker."""
+    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -50,6 +50,8 @@ class Symbol:
 _SPECULATIVE = "vllm.config.speculative"
 _PARALLEL = "vllm.config.parallel"
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu"
+_V2_RUNNER = f"{_V2}.model_runner"
 SYMBOLS = (
     Symbol("config", "vllm.engine.arg_utils", "EngineArgs.create_speculative_config", "accept the method [wrapped]"),
     Symbol("config", "vllm.engine.arg_utils", "get_kwargs", "offer --spec-method jetspecpp [wrapped]"),
@@ -57,7 +59,9 @@ SYMBOLS = (
     Symbol("config", _SPECULATIVE, "SpeculativeConfig.compute_hash", "hash tapped layers [overridden]"),
     Symbol("config", "vllm.config.utils", "config", "declare our options as vLLM does"),
     Symbol("config", _PARALLEL, "ParallelConfig", "choose the worker", mentions="worker_cls"),
-    Symbol("config", "vllm.config.vllm", "VllmConfig.use_v2_model_runner", "select the V1 model runner"),
+    Symbol("config", "vllm.config.vllm", "VllmConfig.use_v2_model_runner", "select the model runner"),
+    Symbol("config", "vllm.triton_utils", "HAS_TRITON", "tell whether the V2 model runner can run"),
+    Symbol("config", "vllm.engine.arg_utils", "EngineArgs.async_scheduling", "keep steps from overlapping"),
     Symbol(
         "config",
         "vllm.utils.ompmultiprocessing",
@@ -148,15 +152,103 @@ SYMBOLS = (
     Symbol("cpu", "vllm.v1.sample.rejection_sampler", "expand_kernel", "repair the CPU sampler [replaced if broken]"),
     Symbol("cpu", "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "tell whether the sampler is broken"),
     Symbol("gpu", "vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "run on GPU [overridden]"),
+    Symbol("v2", _V2_RUNNER, "init_speculator", "install the speculator [replaced during __init__]"),
+    Symbol("v2", _V2_RUNNER, "GPUModelRunner.__init__", "install it [overridden]", mentions="init_speculator"),
+    Symbol("v2", _V2_RUNNER, "GPUModelRunner.load_model", "tap hidden states", mentions="use_aux_hidden_state_outputs"),
+    Symbol(
+        "v2",
+        f"{_V2}.spec_decode.eagle.eagle3_utils",
+        "get_eagle3_aux_layers_from_config",
+        "choose the tapped layers",
+        mentions="eagle_aux_hidden_state_layer_ids",
+    ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.finish_requests",
+        "see requests end [overridden]",
+        mentions="preempted_req_ids",
+    ),
+    Symbol(
+        "v2", _V2_RUNNER, "GPUModelRunner.add_requests", "see requests begin [overridden]", mentions="prefill_token_ids"
+    ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.update_requests",
+        "know a request's blocks [overridden]",
+        mentions="new_block_ids",
+    ),
+    Symbol("v2", _V2_RUNNER, "GPUModelRunner.initialize_kv_cache", "know the cache's blocks [overridden]"),
+    Symbol("v2", _V2_RUNNER, "GPUModelRunner.sample", "verify point masses", mentions="draft_logits"),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.sample_tokens",
+        "send what was verified, after its tokens are written",
+        mentions="postprocess_sampled",
+    ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.sample_tokens",
+        "draft as many tokens as the schedule allows",
+        mentions="num_speculative_tokens=",
+    ),
+    Symbol(
+        "v2",
+        _V2_RUNNER,
+        "GPUModelRunner.take_draft_token_ids",
+        "collect drafts [overridden]",
+        mentions="draft_tokens_handler",
+    ),
+    Symbol(
+        "v2",
+        f"{_V2}.spec_decode.utils",
+        "DraftTokensHandler.set_draft_tokens",
+        "know whose drafts and how many",
+        mentions="self.num_draft_tokens",
+    ),
+    Symbol("v2", "vllm.v1.outputs", "DraftTokenIds", "return drafts"),
+    Symbol(
+        "v2",
+        f"{_V2}.spec_decode.speculator",
+        "BaseSpeculator.propose",
+        "be its speculator [overridden]",
+        mentions="num_sampled",
+    ),
+    *(
+        Symbol("v2", f"{_V2}.states", "RequestState", "read and write requests' tokens", mentions=name)
+        for name in ("self.all_token_ids", "self.draft_tokens", "self.max_seq_len", "self.req_id_to_index")
+    ),
+    *(
+        Symbol("v2", f"{_V2}.input_batch", "InputBatch", "read what a step verified", mentions=name)
+        for name in (
+            "idx_mapping_np",
+            "query_start_loc_np",
+            "num_scheduled_tokens",
+            "num_computed_tokens_np",
+            "num_draft_tokens_per_req",
+        )
+    ),
+    Symbol("v2", "vllm.distributed", "get_tp_group", "give every rank the same drafts"),
+    Symbol("v2_cpu", "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "run on CPU", mentions="CPUModelRunnerV2"),
+    Symbol("v2_cpu", "vllm.v1.worker.cpu.model_runner", "CPUModelRunner", "run on CPU [replaced during init_device]"),
 )
 
 
 def needed_here() -> list[Symbol]:
-    """The symbols that this platform needs: importing vLLM's CPU worker would change PyTorch on a GPU machine."""
+    """The symbols that this platform needs: importing vLLM's CPU worker would change PyTorch on a GPU machine.
+
+    Those of the model runner V2 only where the environment asks for it.
+    """
+    import vllm.envs
     from vllm.platforms import current_platform
 
-    other = "gpu" if current_platform.is_cpu() else "cpu"
-    return [symbol for symbol in SYMBOLS if symbol.scope != other]
+    scopes = ["config", "metrics", "worker", "cpu" if current_platform.is_cpu() else "gpu"]
+    if vllm.envs.VLLM_USE_V2_MODEL_RUNNER:
+        scopes += ["v2", "v2_cpu"] if current_platform.is_cpu() else ["v2"]
+    return [symbol for symbol in SYMBOLS if symbol.scope in scopes]
 
 
 def check(scopes: Iterable[Scope]) -> list[str]:

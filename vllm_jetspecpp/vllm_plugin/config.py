@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -234,10 +235,10 @@ class JetSpecConfig(SpeculativeConfig):
         """Choose worker class and model runner, and say where the runner finds the tapped layers."""
         from vllm.platforms import current_platform
 
-        wanted = environment.given_by_user(V2_RUNNER)
-        if wanted is not None and wanted.strip().lower() not in ("0", "false"):
-            raise ValueError(f"method {METHOD!r} needs vLLM's V1 model runner: unset {V2_RUNNER}, got {wanted!r}")
+        # vLLM takes V2 on GPUs by itself. With us V2 was run on the CPU only, and V1 knows all that it knows; so V1,
+        # unless the user asks for V2.
         environment.set_default(V2_RUNNER, "0")
+        self._check_runner()
         parallel = self.target_parallel_config
         worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
         if parallel.worker_cls not in ("auto", worker):
@@ -266,6 +267,19 @@ class JetSpecConfig(SpeculativeConfig):
     def _engine_share(self, items: list[Any]) -> list[Any]:
         engines = placement.num_engines(self.draft_parallel_config) if self.draft_parallel_config else 1
         return placement.share_out(items, engines)[self.target_parallel_config.data_parallel_rank_local or 0]
+
+    def _check_runner(self) -> None:
+        from vllm.triton_utils import HAS_TRITON
+
+        wanted = os.environ[V2_RUNNER]
+        if wanted not in ("0", "1"):
+            raise ValueError(f"{V2_RUNNER} must be 0 or 1, got {wanted!r}")
+        if wanted == "0":
+            return
+        if not HAS_TRITON:
+            raise ValueError(f"{V2_RUNNER}=1 needs Triton with a backend for this machine, and there is none: unset it")
+        if self.target_parallel_config.prefill_context_parallel_size > 1:
+            raise ValueError(f"method {METHOD!r} does not support prefill context parallelism")
 
     @property
     def on_any_node(self) -> bool:
@@ -350,6 +364,8 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
         raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
     if engine_args.load_format == "dummy" and options.get("draft_engine", DEFAULT_ENGINE) == DEFAULT_ENGINE:
         raise ValueError(f"method {METHOD!r} needs the target's own weights: load_format 'dummy' makes random ones")
+    # Nor may vLLM choose it: drafts come over the host, so a step can't be scheduled before the last one's outcome.
+    engine_args.async_scheduling = False
     try:
         spec = JetSpecConfig(
             **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config

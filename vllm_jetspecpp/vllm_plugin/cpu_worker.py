@@ -36,14 +36,26 @@ class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):
     def init_device(self) -> None:
         """Repair vLLM's sampler if needed and build our model runner."""
         compat.require("cpu")
-        cpu_sampler.repair()
-        # CPUWorker.init_device builds the runner by the name its module gives it.
-        original = vllm_cpu_worker.CPUModelRunner
-        vllm_cpu_worker.CPUModelRunner = CPUHiddenStatesRunner
+        module, runner = self._runner()
+        # CPUWorker.init_device builds the runner by the name that this module gives it.
+        original = module.CPUModelRunner
+        module.CPUModelRunner = runner
         try:
             super().init_device()
         finally:
-            vllm_cpu_worker.CPUModelRunner = original
+            module.CPUModelRunner = original
+
+    def _runner(self) -> tuple[Any, type]:
+        """Module that names vLLM's runner, and ours in its place."""
+        if not self.use_v2_model_runner:
+            cpu_sampler.repair()
+            return vllm_cpu_worker, CPUHiddenStatesRunner
+        compat.require("v2_cpu")
+        import vllm.v1.worker.cpu.model_runner as vllm_cpu_model_runner
+
+        from vllm_jetspecpp.vllm_plugin.cpu_model_runner_v2 import CPUHiddenStatesRunnerV2
+
+        return vllm_cpu_model_runner, CPUHiddenStatesRunnerV2
 
     def _make_client(self) -> Any:
         client = super()._make_client()

@@ -27,13 +27,12 @@ class SpecDecodeWorker(Worker):
         """Start the draft process, which then starts while the target loads, and build the model runner."""
         compat.require("worker")
         if self.use_v2_model_runner:
-            raise RuntimeError("method 'jetspecpp' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+            compat.require("v2")
         if self.rank == 0:
             watch_server()
             self.draft_client = self._make_client()
         with self._closing_on_error():
             super().init_device()
-            self.model_runner.drafter.client = self.draft_client
 
     def _make_client(self) -> DraftClient:
         spec = self.vllm_config.speculative_config
@@ -64,6 +63,8 @@ class SpecDecodeWorker(Worker):
             times = super().compile_or_warm_up_model()
             if self.draft_client is not None:
                 self.draft_client.wait_started(self.vllm_config.speculative_config.start_timeout)
+                # Not before: the V2 runner warms up with steps that look like any other.
+                self.model_runner.drafter.client = self.draft_client
                 self._write_metrics()
             return times
 
