@@ -109,6 +109,14 @@ def test_a_short_trained_length_becomes_a_window(
     assert create(method(model=str(made_for.folder), draft_window=60)).draft_window == 60
 
 
+def test_vllm_drops_a_schedule_beside_data_parallelism(target: Path) -> None:
+    """Its own rule, for every method."""
+    options = method(**OWN_ENGINE, num_speculative_tokens_per_batch_size=[(1, 4, 3)])
+    args = EngineArgs(model=str(target), skip_tokenizer_init=True, speculative_config=options, data_parallel_size=2)
+    assert args.create_engine_config().speculative_config.num_speculative_tokens_per_batch_size is None
+    environment.release()
+
+
 def test_survives_pickling_and_replace(create: Create, checkpoint: Path) -> None:
     from vllm.config.utils import replace
 
@@ -135,6 +143,7 @@ def test_engine_config(target: Path) -> None:
         dtype="float32",
         max_model_len=128,
         max_num_seqs=3,
+        download_dir="/models",
         speculative_config=method(**OWN_ENGINE, draft_resources={"num_cpus": 1, "drafting": 1}),
     )
     vllm_config = args.create_engine_config()
@@ -143,6 +152,7 @@ def test_engine_config(target: Path) -> None:
     assert (engine.target, engine.num_slots, engine.max_model_len) == (str(target), 3, 128)
     assert (engine.dtype, engine.device, engine.num_threads) == ("float32", "cpu", 1)
     assert (engine.prefix_store_bytes, engine.window) == (256 << 20, None)
+    assert (engine.target_revision, engine.download_dir) == (None, "/models")
     assert spec.placement_config.draft_resources == {"num_cpus": 1, "drafting": 1}
     assert not vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
 

@@ -1,4 +1,7 @@
-"""Tensor parallel and data parallel on the CPU: one draft process an engine, greedy output that of one worker."""
+"""Several workers, several engines, and engines that hand over to each other: greedy output is that of one worker.
+
+On the CPU. Every engine has one draft process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines import EchoEngine
 from tests.tiny_models import make_tiny_llama
 from tests.vllm_plugin.conftest import ENGINE_OPTIONS, MAX_TOKENS, generate, running_engine
 from tests.vllm_plugin.test_processes import run_engine
@@ -33,8 +37,8 @@ def known(prompts: list[list[int]], expected: list[list[int]], tmp_path_factory:
     return path
 
 
-def run(target: Path, known: Path, prompts: list[list[int]], **parallel: int) -> dict[str, Any]:
-    speculative_config = {
+def echo_options(known: Path) -> dict[str, Any]:
+    return {
         "method": "jetspecpp",
         "model": str(known),
         "draft_engine": "tests.engines.EchoEngine",
@@ -42,8 +46,36 @@ def run(target: Path, known: Path, prompts: list[list[int]], **parallel: int) ->
         "reply_timeout": 120.0,
         "start_timeout": 500.0,
     }
-    engine = ENGINE_OPTIONS | parallel | {"model": str(target), "speculative_config": speculative_config}
+
+
+def run(target: Path, known: Path, prompts: list[list[int]], **parallel: int) -> dict[str, Any]:
+    engine = ENGINE_OPTIONS | parallel | {"model": str(target), "speculative_config": echo_options(known)}
     return run_engine({"engine": engine, "prompts": prompts, "max_tokens": MAX_TOKENS}, "run_parallel.py", seconds=900)
+
+
+def test_disaggregated_prefill(
+    target: Path, known: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """A plain engine prefills and hands over keys and values; the one that decodes drafts without those states."""
+
+    def connector(role: str) -> dict[str, Any]:
+        extra = {"shared_storage_path": str(tmp_path)}
+        config = {"kv_connector": "ExampleConnector", "kv_role": role, "kv_connector_extra_config": extra}
+        return {"kv_transfer_config": config, "block_size": 32, "enable_prefix_caching": False}
+
+    with running_engine(target, **connector("kv_producer")) as llm:
+        generate(llm, prompts, max_tokens=1)
+    options = {**echo_options(known), "transport": "local"}
+    with running_engine(target, **connector("kv_consumer"), speculative_config=options) as llm:
+        assert generate(llm, prompts) == expected
+        stats = llm.collective_rpc("jetspecpp_stats")[0]
+    assert stats["accepted"] == stats["drafted"] > 0
+    engine = EchoEngine.last
+    assert engine is not None
+    first = [request for batch in engine.messages for request in batch.requests if request.reset]
+    # Whole blocks of 32 came from the other engine, and of them tokens alone go to the draft process.
+    assert all(request.token_start == 0 for request in first)
+    assert max(request.state_start for request in first) == 224
 
 
 def test_tensor_parallel(target: Path, known: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm_plugin.conftest import ENGINE_OPTIONS, MAX_TOKENS, ROOT
 
-SECONDS = 240
+SECONDS = 600
 
 
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
@@ -26,7 +26,7 @@ def test_draft_process_of_its_own(
         "draft_engine": "tests.engines.EchoEngine",
         "num_speculative_tokens": 7,
         "reply_timeout": 30.0,
-        "start_timeout": 150.0,
+        "start_timeout": 400.0,
     }
     report = run_engine(
         {
