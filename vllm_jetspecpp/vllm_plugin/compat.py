@@ -98,6 +98,28 @@ SYMBOLS = (
     Symbol(
         "worker", _RUNNER, "GPUModelRunner._get_draft_token_ids_cpu", "return drafts as lists", mentions="isinstance"
     ),
+    Symbol(
+        "worker",
+        _RUNNER,
+        "GPUModelRunner._sample",
+        "return log-probabilities of named tokens [overridden]",
+        mentions="sampling_metadata",
+    ),
+    Symbol("worker", "vllm.v1.sample.metadata", "SamplingMetadata", "see which tokens a request names"),
+    Symbol(
+        "worker",
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler._get_logprobs_tensors",
+        "return log-probabilities of named tokens",
+        mentions="gather_logprobs",
+    ),
+    Symbol(
+        "worker",
+        "vllm.v1.sample.sampler",
+        "Sampler.gather_logprobs",
+        "return log-probabilities of named tokens [replaced in steps that need it]",
+    ),
+    Symbol("worker", "vllm.sampling_params", "SamplingParams.all_stop_token_ids", "respect min_tokens"),
     Symbol("worker", "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "install the proposer"),
     Symbol("worker", "vllm.model_executor.model_loader.utils", "get_model_cls", "check the target before it loads"),
     Symbol("worker", "vllm.model_executor.models.interfaces", "supports_eagle3", "check that its layers can be tapped"),
@@ -109,6 +131,16 @@ SYMBOLS = (
         "GPUModelRunner._sample",
         "sample steps without drafts plainly [overridden]",
         mentions="spec_decode_metadata is None",
+    ),
+    Symbol(
+        "cpu", _RUNNER, "GPUModelRunner.sample_tokens", "keep seeds across prefill chunks [overridden]"
+    ),
+    Symbol(
+        "cpu",
+        _RUNNER,
+        "GPUModelRunner._bookkeeping_sync",
+        "keep seeds across prefill chunks",
+        mentions="discard_request_mask",
     ),
     Symbol("cpu", "vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", "count drafts", mentions="num_draft_tokens"),
     Symbol("cpu", "vllm.triton_utils.dispatcher", "register_kernels", "repair the CPU sampler"),

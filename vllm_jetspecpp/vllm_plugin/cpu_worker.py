@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,22 @@ class CPUHiddenStatesRunner(HiddenStatesRunner, CPUModelRunner):
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
             spec_decode_metadata = None
         return super()._sample(logits, spec_decode_metadata)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sample, and leave alone the random streams of requests whose prefill goes on."""
+        with self._without_generators_of_prefills():
+            return super().sample_tokens(grammar_output)
+
+    @contextmanager
+    def _without_generators_of_prefills(self) -> Iterator[None]:
+        """vLLM winds a generator back after a prefill chunk, which ends an engine on CPU: theirs know no offset."""
+        generators, batch = self.input_batch.generators, self.input_batch
+        unfinished = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        hidden = {index: generators.pop(index) for index in unfinished if index in generators}
+        try:
+            yield
+        finally:
+            generators.update(hidden)
 
 
 class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):

@@ -1,0 +1,47 @@
+"""A tiny random target that speaks SmolLM2's tokens: for what depends on text, such as stop strings and grammars."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny_models import make_tiny_llama
+
+ROOT = Path(__file__).parents[1]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SIZES: dict[str, Any] = {
+    "vocab_size": 49152,
+    "num_hidden_layers": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
+def tokenizer_folder() -> Path:
+    """The target of the demo, whose tokenizer is used; without it the test fails, or is skipped where that is allowed."""
+    folder = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
+    if not (folder / "tokenizer.json").is_file():
+        reason = f"{folder}/tokenizer.json is missing; `make test` prepares the target"
+        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
+            pytest.skip(reason)
+        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
+    return folder
+
+
+def make_tiny_text_model(path: Path, **sizes: Any) -> Path:
+    """A float32 Llama of 4 layers over SmolLM2's 49,152 tokens, with the tokenizer and the chat template beside it."""
+    source = tokenizer_folder()
+    make_tiny_llama(path, **(SIZES | sizes))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(source / name, path / name)
+    return path
+
+
+def tokenize(model: Path, text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(model).encode(text)
