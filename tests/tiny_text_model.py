@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,30 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
+
+
+def tokenizer_folder() -> Path:
+    """The target of the demo, whose tokenizer is used; without it the test fails, or is skipped where that is allowed."""
+    folder = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
+    if not (folder / "tokenizer.json").is_file():
+        reason = f"{folder}/tokenizer.json is missing; `make test` prepares the target"
+        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
+            pytest.skip(reason)
+        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
+    return folder
+
+
+def make_tiny_text_model(path: Path, more_tokens: Sequence[str] = (), **sizes: Any) -> Path:
+    """A float32 Llama of 4 layers over SmolLM2's 49,152 tokens and ``more_tokens``, with tokenizer and chat template."""
+    source = tokenizer_folder()
+    make_tiny_llama(path, **(SIZES | {"vocab_size": SIZES["vocab_size"] + len(more_tokens)} | sizes))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(source / name, path / name)
+    if more_tokens:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer.add_tokens(list(more_tokens))
+        tokenizer.save_pretrained(path)
+    return path
 
 
 def tokenizer_folder() -> Path:

@@ -146,6 +146,11 @@ SYMBOLS = (
     Symbol("cpu", "vllm.triton_utils.dispatcher", "register_kernels", "repair the CPU sampler"),
     Symbol("cpu", "vllm.v1.sample.rejection_sampler", "expand_kernel", "repair the CPU sampler [replaced if broken]"),
     Symbol("cpu", "vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", "tell whether the sampler is broken"),
+    *(
+        Symbol("cpu", module, name, "keep adapters off requests without one [replaced if broken]")
+        for module in ("vllm.lora.ops.torch_ops.lora_ops", "vllm.lora.punica_wrapper.punica_cpu")
+        for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+    ),
     Symbol("gpu", "vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "run on GPU [overridden]"),
 )
 

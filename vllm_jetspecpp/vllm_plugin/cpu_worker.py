@@ -14,7 +14,7 @@ import vllm.v1.worker.cpu_worker as vllm_cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_jetspecpp.vllm_plugin import compat, cpu_sampler
+from vllm_jetspecpp.vllm_plugin import compat, cpu_lora, cpu_sampler
 from vllm_jetspecpp.vllm_plugin.hidden_states import HiddenStatesRunner
 from vllm_jetspecpp.vllm_plugin.worker import SpecDecodeWorker
 
@@ -52,9 +52,11 @@ class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):
     _former_cores: set[int] | None = None
 
     def init_device(self) -> None:
-        """Repair vLLM's sampler if needed and build our model runner."""
+        """Repair vLLM's sampler and LoRA kernels if needed and build our model runner."""
         compat.require("cpu")
         cpu_sampler.repair()
+        if self.vllm_config.lora_config is not None:
+            cpu_lora.repair()
         # CPUWorker.init_device builds the runner by the name its module gives it.
         original = vllm_cpu_worker.CPUModelRunner
         vllm_cpu_worker.CPUModelRunner = CPUHiddenStatesRunner
