@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.tiny_models import make_tiny_llama
@@ -42,9 +43,9 @@ def make_tiny_text_model(path: Path, more_tokens: Sequence[str] = (), **sizes: A
     for name in TOKENIZER_FILES:
         shutil.copyfile(source / name, path / name)
     if more_tokens:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         tokenizer.add_tokens(list(more_tokens))
-        tokenizer.save_pretrained(path)
+        tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
