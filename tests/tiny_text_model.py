@@ -49,25 +49,5 @@ def make_tiny_text_model(path: Path, more_tokens: Sequence[str] = (), **sizes: A
     return path
 
 
-def tokenizer_folder() -> Path:
-    """The target of the demo, whose tokenizer is used; without it the test fails, or is skipped where that is allowed."""
-    folder = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
-    if not (folder / "tokenizer.json").is_file():
-        reason = f"{folder}/tokenizer.json is missing; `make test` prepares the target"
-        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
-            pytest.skip(reason)
-        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
-    return folder
-
-
-def make_tiny_text_model(path: Path, **sizes: Any) -> Path:
-    """A float32 Llama of 4 layers over SmolLM2's 49,152 tokens, with the tokenizer and the chat template beside it."""
-    source = tokenizer_folder()
-    make_tiny_llama(path, **(SIZES | sizes))
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(source / name, path / name)
-    return path
-
-
 def tokenize(model: Path, text: str) -> list[int]:
     return AutoTokenizer.from_pretrained(model).encode(text)
