@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 
 
 def tokenizer_folder() -> Path:
-    """The target of the demo, whose tokenizer is used; without it the test fails, or is skipped where that is allowed."""
+    """The demo's target, whose tokenizer is used; without it the test fails, or is skipped where that is allowed."""
     folder = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
     if not (folder / "tokenizer.json").is_file():
         reason = f"{folder}/tokenizer.json is missing; `make test` prepares the target"
@@ -37,7 +37,7 @@ def tokenizer_folder() -> Path:
 
 
 def make_tiny_text_model(path: Path, more_tokens: Sequence[str] = (), **sizes: Any) -> Path:
-    """A float32 Llama of 4 layers over SmolLM2's 49,152 tokens and ``more_tokens``, with tokenizer and chat template."""
+    """A float32 Llama of 4 layers over SmolLM2's 49,152 tokens and ``more_tokens``, with its tokenizer."""
     source = tokenizer_folder()
     make_tiny_llama(path, **(SIZES | {"vocab_size": SIZES["vocab_size"] + len(more_tokens)} | sizes))
     for name in TOKENIZER_FILES:

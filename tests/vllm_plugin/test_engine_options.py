@@ -56,7 +56,10 @@ def asked_prompts(model: Path, prompts: list[list[int]]) -> list[dict[str, Any]]
 
 def ask(llm: Any, asked_prompts: list[dict[str, Any]], options: dict[str, Any]) -> list[Any]:
     params = SamplingParams(
-        **({"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False, "logprobs": 3} | options)
+        **(
+            {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "detokenize": False, "logprobs": 3}
+            | options
+        )
     )
     return [output.outputs[0] for output in llm.generate(asked_prompts, params, use_tqdm=False)]
 

@@ -75,7 +75,10 @@ CASES: dict[str, Callable[[Base], dict[str, Any]]] = {
     # A block from token 1 on has 7 drafts and then token 8: the length is less than min_tokens before it only.
     "min_tokens_inside_a_block": lambda base: {"min_tokens": 5, "stop_token_ids": [base.stop_at(8)]},
     "min_tokens_after_a_block": lambda base: {"min_tokens": 9, "stop_token_ids": [base.stop_at(4), base.stop_at(9)]},
-    "min_tokens_and_stop_string": lambda base: {"min_tokens": 9, "stop": [base.texts[0][10:14], base.texts[0][125:131]]},
+    "min_tokens_and_stop_string": lambda base: {
+        "min_tokens": 9,
+        "stop": [base.texts[0][10:14], base.texts[0][125:131]],
+    },
     # Two allowed tokens: the end comes soon.
     "end_of_text": lambda base: {"allowed_token_ids": [EOS, base.tokens[0][0], base.tokens[1][0]]},
     "ignore_eos": lambda base: {"allowed_token_ids": [EOS, base.tokens[0][0], base.tokens[1][0]], "ignore_eos": True},
@@ -216,9 +219,7 @@ def check_logprobs(actual: Any, expected: Any) -> None:
         assert {t: e.logprob for t, e in here.items()} == pytest.approx(
             {t: e.logprob for t, e in there.items()}, abs=TOLERANCE
         )
-        assert [(e.rank, e.decoded_token) for e in here.values()] == [
-            (e.rank, e.decoded_token) for e in there.values()
-        ]
+        assert [(e.rank, e.decoded_token) for e in here.values()] == [(e.rank, e.decoded_token) for e in there.values()]
 
 
 def test_the_cases_differ(plain: Plain) -> None:
@@ -247,16 +248,12 @@ def test_option(case: str, drafting: Drafting, plain: Plain, monkeypatch: pytest
 
 def test_all_options_in_one_batch(drafting: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     for llm, _ in drafting.runs(plain.known(*CASES), monkeypatch):
-        outputs = iter(
-            ask(llm, plain.prompts * len(TOGETHER), [plain.params[n] for n in TOGETHER for _ in TEXTS])
-        )
+        outputs = iter(ask(llm, plain.prompts * len(TOGETHER), [plain.params[n] for n in TOGETHER for _ in TEXTS]))
         for name in TOGETHER:
             check_equal([next(outputs) for _ in TEXTS], plain.outputs[name])
 
 
-def test_named_tokens_beside_other_logprobs(
-    drafting: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_tokens_beside_other_logprobs(drafting: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the steps without drafts: there plain vLLM has its way."""
     names = ("logprobs_of_named_tokens", "logprobs_with_penalties", "nothing")
     for llm, mode in drafting.runs(plain.known(*names), monkeypatch):
@@ -297,12 +294,14 @@ def texts(outputs: list[Any]) -> list[list[str]]:
     return [[completion.text for completion in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("refused", [{"min_p": 0.1, "temperature": 1.0}, {"logit_bias": {5: 2.0}}], ids=["min_p", "logit_bias"])
+@pytest.mark.parametrize(
+    "refused", [{"min_p": 0.1, "temperature": 1.0}, {"logit_bias": {5: 2.0}}], ids=["min_p", "logit_bias"]
+)
 def test_refused_request(
     refused: dict[str, Any], drafting: Drafting, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM itself refuses them with any speculative method of its V1 runner; the next request is served."""
     for llm, _ in drafting.runs(plain.known("nothing"), monkeypatch):
-        with pytest.raises(VLLMValidationError, match="min_p and logit_bias .* not yet supported with speculative"):
+        with pytest.raises(VLLMValidationError, match=r"min_p and logit_bias .* not yet supported with speculative"):
             ask(llm, plain.prompts, parameters(refused))
         check_equal(ask(llm, plain.prompts, plain.params["nothing"]), plain.outputs["nothing"])

@@ -1,4 +1,4 @@
-"""Structured output with drafts: valid, plain vLLM's when greedy, and blocks that the grammar cuts are counted as such."""
+"""Structured output with drafts: valid, plain vLLM's when greedy, and blocks that the grammar cuts count as cut."""
 
 from __future__ import annotations
 

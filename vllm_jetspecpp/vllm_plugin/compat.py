@@ -132,9 +132,7 @@ SYMBOLS = (
         "sample steps without drafts plainly [overridden]",
         mentions="spec_decode_metadata is None",
     ),
-    Symbol(
-        "cpu", _RUNNER, "GPUModelRunner.sample_tokens", "keep seeds across prefill chunks [overridden]"
-    ),
+    Symbol("cpu", _RUNNER, "GPUModelRunner.sample_tokens", "keep seeds across prefill chunks [overridden]"),
     Symbol(
         "cpu",
         _RUNNER,

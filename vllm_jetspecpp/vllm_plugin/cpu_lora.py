@@ -1,7 +1,7 @@
 """Repair of vLLM's LoRA kernels for the CPU.
 
-A request without an adapter has index -1, which these kernels read as the last adapter (vLLM 0.32, whatever the method):
-beside a request with an adapter it is then answered by that adapter's target.
+A request without an adapter has index -1, which these kernels read as the last adapter (vLLM 0.32, with any method or
+none): beside a request with an adapter, such a request is answered by an adapted target too.
 """
 
 from __future__ import annotations
@@ -62,5 +62,7 @@ def repair() -> bool:
         for module in (lora_ops, punica_cpu):
             setattr(module, name, kernel)
     if is_broken():
-        raise RuntimeError("vLLM's LoRA kernels for the CPU adapt requests without an adapter and could not be replaced")
+        raise RuntimeError(
+            "vLLM's LoRA kernels for the CPU adapt requests without an adapter and could not be replaced"
+        )
     return True

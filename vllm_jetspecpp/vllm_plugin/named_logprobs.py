@@ -1,7 +1,8 @@
 """Log-probabilities of token ids that a request names (``logprob_token_ids``), at every token that a step commits.
 
-vLLM's sampler gives them for plain steps. Its rejection sampler mixes their rows with those of the whole vocabulary, which
-ends the engine, or leaves them out. So we let it gather the likeliest tokens alone, and add what each request named.
+vLLM's sampler gives them for plain steps. Its rejection sampler mixes their rows with those of the whole vocabulary,
+which ends the engine, or leaves them out. So we let it gather the likeliest tokens alone, and add what each request
+named.
 """
 
 from __future__ import annotations
