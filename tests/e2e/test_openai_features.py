@@ -24,6 +24,8 @@ ARGUMENTS = (
     *("--max-num-seqs", "8"),
     *("--dtype", "float32"),
     "--enforce-eager",
+    # A random target would go on with spaces for ever.
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--reasoning-parser", "deepseek_r1"),
 )
@@ -51,6 +53,8 @@ WEATHER = {
         },
     },
 }
+UNCHECKED = WEATHER | {"function": WEATHER["function"] | {"strict": False}}
+"""vLLM makes no grammar of its own for it."""
 TOOL_CALL = (
     r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{2,5}", "days": [1-9]\}\}</tool_call>'
 )
@@ -77,11 +81,13 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": chat(),
     "chat_logprobs": chat(logprobs=True, top_logprobs=3),
     "chat_thinking": chat(thinking_token_budget=16),
+    "chat_thinking_longer": chat(thinking_token_budget=27, n=2, temperature=1.0, top_k=1),
+    "chat_thinking_ended_in_prompt": chat(messages=[{"role": "user", "content": "<think>so</think>What is it?"}]),
     "chat_named_tool": chat(
         tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "get_weather"}}, thinking_token_budget=9
     ),
     "chat_required_tool": chat(tools=[WEATHER], tool_choice="required"),
-    "chat_auto_tool": chat(tools=[WEATHER], tool_choice="auto", structured_outputs={"regex": TOOL_CALL}),
+    "chat_auto_tool": chat(tools=[UNCHECKED], tool_choice="auto", structured_outputs={"regex": TOOL_CALL}),
     "chat_no_tool": chat(tools=[WEATHER], tool_choice="none"),
     "chat_json_schema": chat(
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}

@@ -140,6 +140,13 @@ SYMBOLS = (
         "keep seeds across prefill chunks",
         mentions="discard_request_mask",
     ),
+    Symbol(
+        "cpu",
+        "vllm.v1.sample.sampler",
+        "Sampler.forward",
+        "sample steps without drafts plainly",
+        mentions="predict_bonus_token",
+    ),
     Symbol("cpu", "vllm.v1.spec_decode.metadata", "SpecDecodeMetadata", "count drafts", mentions="num_draft_tokens"),
     Symbol("cpu", "vllm.triton_utils.dispatcher", "register_kernels", "repair the CPU sampler"),
     Symbol("cpu", "vllm.v1.sample.rejection_sampler", "expand_kernel", "repair the CPU sampler [replaced if broken]"),

@@ -244,14 +244,31 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     compat.require("config")
     options = _collect_options(engine_args)
     _check_names(options)
-    if engine_args.async_scheduling:
-        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
+    _check_engine(engine_args)
     try:
         return JetSpecConfig(
             **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
         )
     except ValidationError as error:
         raise ValueError(_one_line(error)) from None
+
+
+def _check_engine(engine_args: Any) -> None:
+    """Refuse what vLLM could only refuse later: in the worker, or request by request."""
+    if engine_args.async_scheduling:
+        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
+    if engine_args.logits_processors:
+        raise ValueError(
+            f"method {METHOD!r} does not support logits processors of your own, as no speculative method of vLLM's "
+            f"does: remove --logits-processors, got {engine_args.logits_processors}"
+        )
+    guided = engine_args.structured_outputs_config
+    backend = guided.get("backend") if isinstance(guided, dict) else guided.backend
+    if backend == "lm-format-enforcer":
+        raise ValueError(
+            f"structured outputs backend {backend!r} cannot take drafts back, which method {METHOD!r} needs; "
+            "use 'auto', 'xgrammar', 'guidance' or 'outlines'"
+        )
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:

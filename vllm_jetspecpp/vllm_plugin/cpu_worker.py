@@ -24,9 +24,11 @@ class CPUHiddenStatesRunner(HiddenStatesRunner, CPUModelRunner):
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         # Without triton-cpu, vLLM's rejection sampler fails on a step without any draft token (each prefill, for one)
-        # as soon as a request sets top-k. Such a step has one row a request, as the plain sampler expects it.
+        # as soon as a request sets top-k. Such a step has one row a request, the one that follows a block elsewhere.
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
-            spec_decode_metadata = None
+            return self.sampler(
+                logits=logits, sampling_metadata=self.input_batch.sampling_metadata, predict_bonus_token=True
+            )
         return super()._sample(logits, spec_decode_metadata)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
