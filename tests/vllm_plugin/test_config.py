@@ -390,6 +390,9 @@ def test_refused_targets_and_engines(
     own = method(**OWN_ENGINE)
     check_refusal(lambda: create(own, parallel={"worker_cls": "my.Worker"}), "'my.Worker' conflicts with it")
     check_refusal(lambda: create(own, async_scheduling=True), "does not support async scheduling")
+    check_refusal(lambda: create(own, logits_processors=["my.Processor"]), "remove --logits-processors, got ['my.")
+    enforcer = {"backend": "lm-format-enforcer"}
+    check_refusal(lambda: create(own, structured_outputs_config=enforcer), "'lm-format-enforcer' cannot take drafts")
     monkeypatch.setattr(model_configs["target"], "max_model_len", 7)
     check_refusal(lambda: create(own), "num_speculative_tokens must be less than max_model_len 7, got 7")
     monkeypatch.setattr(model_configs["target"], "multimodal_config", object())

@@ -360,11 +360,8 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     compat.require("config")
     options = _collect_options(engine_args)
     _check_names(options)
-    if engine_args.async_scheduling:
-        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
-    if engine_args.load_format == "dummy" and options.get("draft_engine", DEFAULT_ENGINE) == DEFAULT_ENGINE:
-        raise ValueError(f"method {METHOD!r} needs the target's own weights: load_format 'dummy' makes random ones")
-    # Nor may vLLM choose it: drafts come over the host, so a step can't be scheduled before the last one's outcome.
+    _check_engine(engine_args, options)
+    # Nor may vLLM choose async scheduling: drafts come over the host, so a step can't be scheduled before the last one's outcome.
     engine_args.async_scheduling = False
     try:
         spec = JetSpecConfig(
@@ -392,6 +389,26 @@ def _check_weights(target: Any, deepest_tap: int) -> None:
         check_target_weights(Path(target.model), deepest_tap, target.hf_config)
     elif envs.VLLM_USE_MODELSCOPE:
         raise ValueError(f"method {METHOD!r} finds no target on ModelScope: give its folder, got {target.model!r}")
+
+
+def _check_engine(engine_args: Any, options: dict[str, Any]) -> None:
+    """Refuse what vLLM could only refuse later: in the worker, or request by request."""
+    if engine_args.async_scheduling:
+        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
+    if engine_args.load_format == "dummy" and options.get("draft_engine", DEFAULT_ENGINE) == DEFAULT_ENGINE:
+        raise ValueError(f"method {METHOD!r} needs the target's own weights: load_format 'dummy' makes random ones")
+    if engine_args.logits_processors:
+        raise ValueError(
+            f"method {METHOD!r} does not support logits processors of your own, as no speculative method of vLLM's "
+            f"does: remove --logits-processors, got {engine_args.logits_processors}"
+        )
+    guided = engine_args.structured_outputs_config
+    backend = guided.get("backend") if isinstance(guided, dict) else guided.backend
+    if backend == "lm-format-enforcer":
+        raise ValueError(
+            f"structured outputs backend {backend!r} cannot take drafts back, which method {METHOD!r} needs; "
+            "use 'auto', 'xgrammar', 'guidance' or 'outlines'"
+        )
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:
