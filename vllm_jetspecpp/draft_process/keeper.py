@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
 from vllm_jetspecpp.draft_process.ray_actor import DraftActor
-from vllm_jetspecpp.draft_process.sweep import sweep
+from vllm_jetspecpp.draft_process.sweep import sweep, sweep_after_me
 
 NAMESPACE = "vllm_jetspecpp"
 _OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; nothing goes through it
@@ -34,6 +34,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Ray prints must not mix with the report
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
     job = json.loads(sys.stdin.readline())
+    sweep_after_me(job["directory"])
     try:
         reason = keep(job)
     except Exception as error:
