@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def keep(job: dict[str, Any]) -> str | None:
-    """Run one draft process to its end; returns why it ended, None when the worker wanted it or is gone.
+    """Run one draft process to its end; returns why it ended, None when the worker ended it or is gone.
 
     Args:
         job: ``engine``, ``handle`` and ``placement`` as dicts, ``environment`` of the actor, ``directory`` of a private
@@ -174,7 +174,7 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
             pass
         if ended:
             ray.get(serving)
-        return None if worker.wants_end(0) else "it left although the worker is there"
+        return None  # it returns when the worker closed the connection, and the worker knows why it did
     except ray.exceptions.RayActorError:
         return f"process {pid} was killed or crashed"
     finally:
