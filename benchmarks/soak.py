@@ -36,7 +36,7 @@ from soak_memory import Recorder
 from soak_report import Exit, Kill, judge_differences, plot, report, requests_of
 
 from vllm_jetspecpp.demo.run import SERVE_ARGUMENTS, SERVE_ENV, split_cores
-from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server
+from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server, ServerError, explain
 
 ROOT = Path(__file__).parents[1]
 MODEL = "demo"
@@ -139,6 +139,8 @@ class Runner:
             with self.progress("soak", total) as show:
                 while (now := time.monotonic() - began) < total or self.waits(now, total):
                     load.look()
+                    if server.process.poll() is not None:
+                        raise ServerError(f"the server ended during the soak; {explain(server.log)}")
                     if now >= next_sample:
                         recorder.sample(now)
                         next_sample = now + interval
@@ -271,6 +273,9 @@ def main() -> int:
     try:
         setup = tiny_setup(folder) if args.tiny else real_setup(args)
         result = Runner(args, setup, folder).run()
+    except ServerError as error:
+        print(f"soak failed: {error}", file=sys.stderr)
+        return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = json.dumps(result, indent=1)
