@@ -157,11 +157,10 @@ class Runner:
         return bool(self.kills) and self.kills[-1].resumed_at is None and now < total + RESUME_LIMIT
 
     def kill(self, server: Server, recorder: Recorder, now: float) -> bool:
-        """Kill the draft process, if there is one."""
-        pid = recorder.draft_process()
-        if pid is None:
+        """Kill the draft process; False when that must wait."""
+        pid, before = recorder.draft_process(), counters(server)
+        if pid is None or before is None:
             return False
-        before = server.stats()
         os.kill(pid, signal.SIGKILL)
         self.kills.append(Kill(now, pid, before["acceptance_length"], before["rounds"]))
         return True
@@ -173,7 +172,10 @@ class Runner:
         kill, pid = self.kills[-1], recorder.draft_process()
         if pid in (None, kill.pid):
             return
-        rounds = server.stats()["rounds"]
+        stats = counters(server)
+        if stats is None:
+            return
+        rounds = stats["rounds"]
         if kill.new_pid is None:  # it may still be starting: nothing of it has been verified yet
             kill.new_pid, kill.rounds = pid, rounds
         elif rounds > kill.rounds:
@@ -242,6 +244,14 @@ class Runner:
                     self.console.print(f"{title}: {done:.0f} of {total:.0f}, {text}")
 
             yield show
+
+
+def counters(server: Server) -> dict[str, Any] | None:
+    """The worker's; None when a long step keeps it from answering in time."""
+    try:
+        return server.stats()
+    except ServerError:
+        return None
 
 
 def parse() -> argparse.Namespace:

@@ -64,8 +64,11 @@ class Served:
     def stats(self) -> dict[str, Any]:
         return self.llm.collective_rpc("jetspecpp_stats", kwargs={"reset": True})[0]
 
-    def answer(self, at_step: int = -1, act: Callable[[], object] = lambda: None) -> None:
-        """Answer all prompts at once, as plain vLLM does; ``act`` after a given number of steps."""
+    def answer(self, at_step: int = -1, act: Callable[[], object] = lambda: None, abort: int = 0) -> None:
+        """Answer all prompts at once, as plain vLLM does.
+
+        ``act`` comes after a given number of steps, and then the last ``abort`` requests are broken off.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
@@ -84,14 +87,17 @@ class Served:
             steps += 1
             if steps == at_step:
                 act()
-        assert [outputs[i] for i in range(len(self.prompts))] == self.expected
+                engine.abort_request([str(self._count - 1 - i) for i in range(abort)])
+        kept = len(self.prompts) - abort
+        assert [outputs[i] for i in range(kept)] == self.expected[:kept]
 
     def assert_drafts(self) -> None:
-        """All drafts are right, as this engine's are as long as nothing happens."""
+        """Every request has drafts, and all are right, as this engine's are as long as nothing happens."""
         self.stats()
         self.answer()
         stats = self.stats()
         assert stats["accepted"] == stats["drafted"] > 0 and not stats["client"]["restarts"]
+        assert stats["blocks_by_origin"]["first"] >= len(self.prompts)
 
     def wait_replaced(self, pid: int) -> None:
         """Until another draft process is ready; the former one is gone."""

@@ -18,16 +18,19 @@ from typing import Any
 
 import pytest
 
-from tests.draft_process_tools import own_temp_dir, wait_for
+from tests.draft_process_tools import cluster_processes, own_temp_dir, wait_for
 from tests.faulty_engine import FAILED, FULL, order, scribble
 from tests.vllm_plugin.served import FIRST_DELAY, NO_ANSWER, REPLY_TIMEOUT, Fault, Served, served, suffer
 from vllm_jetspecpp.demo.server import free_port
+from vllm_jetspecpp.draft_process.supervisor import DraftProcessError
 from vllm_jetspecpp.draft_process.sweep import sweep
 from vllm_jetspecpp.transport import codec
 from vllm_jetspecpp.transport.ring import Ring
 
 pytestmark = pytest.mark.parametrize("family", ["llama"], indirect=True)
 
+FEW = 8
+"""Descriptors and threads: fewer than one for each of the draft processes replaced here."""
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -55,13 +58,39 @@ def cluster(temp_dir: str) -> Iterator[str]:
             sweep(directory, spare={os.getpid()})
 
 
+def test_a_first_start_that_fails_ends_the_server(
+    tiny_model: Path, sequences_file: Path, prompts: list[list[int]], plain: dict[str, Any], temp_dir: str, cluster: str
+) -> None:
+    """With the engine's own error; before the engine that the other tests share."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cores = os.sched_getaffinity(0)
+    order(sequences_file, "fail", "start")
+    engine = served(tiny_model, sequences_file, prompts, plain["outputs"], temp_dir, ray_address=cluster)
+    with pytest.raises(DraftProcessError, match=FAILED), engine:
+        pass
+    cleanup_dist_env_and_memory()
+    assert os.sched_getaffinity(0) == cores
+    assert not [line for line in cluster_processes(temp_dir).values() if "ray::DraftActor" in line]
+    assert not list(Path(temp_dir).glob("jspp-*"))
+
+
+def held() -> dict[str, int]:
+    """What this process, which is the worker too, might hold more of with each draft process."""
+    return {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
+
+
 @pytest.fixture(scope="module")
 def joined(
     tiny_model: Path, sequences_file: Path, prompts: list[list[int]], plain: dict[str, Any], temp_dir: str, cluster: str
 ) -> Iterator[Served]:
     with served(tiny_model, sequences_file, prompts, plain["outputs"], temp_dir, ray_address=cluster) as engine:
         engine.assert_drafts()
+        before = held()
         yield engine
+        after = held()
+        assert all(after[what] <= before[what] + FEW for what in before), (before, after)
+        assert len(list(Path(temp_dir).glob("jspp-*"))) == 1
     wait_for(lambda: not engine.processes("ray::DraftActor"), 20, "the end of the draft process")
     assert not list(Path(temp_dir).glob("jspp-*"))
 
@@ -134,6 +163,15 @@ FAULTS = [
     Fault("memory full", FULL, "memory"),
     Fault("keeper killed", "keeper ended with status -9", outside=kill_keeper),
 ]
+
+
+def test_requests_are_aborted_while_there_is_no_draft_process(joined: Served) -> None:
+    """Their slots are free for the requests that come after."""
+    pid = joined.draft_pid()
+    joined.answer(10, lambda: os.kill(pid, signal.SIGKILL), abort=4)
+    joined.answer(1, abort=7)
+    joined.wait_replaced(pid)
+    joined.assert_drafts()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
