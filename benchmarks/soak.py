@@ -85,7 +85,7 @@ def real_setup(args: argparse.Namespace) -> Setup:
 
     questions = [p.turns[0] for name in ("gsm8k", "mbpp", "mtbench", "math500") for p in benchmark(name, 8)]
     texts = [q if i % 4 else "\n\n".join(questions[i : i + 8]) for i, q in enumerate(questions)]
-    return Setup(Path(eval_target(args)), Path(args.checkpoint), SERVE_ARGUMENTS, tuple(texts), 160, exact=False)
+    return Setup(Path(eval_target(args)), Path(args.checkpoint), SERVE_ARGUMENTS, tuple(texts), 128, exact=False)
 
 
 class Runner:

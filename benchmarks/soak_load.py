@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,14 +135,19 @@ def greedy_body(kind: str, text: str, max_tokens: int) -> dict[str, Any]:
 def record_references(
     port: int, model: str, texts: Sequence[str], max_tokens: int, on_done: Callable[[int], None]
 ) -> list[Reference]:
-    """Greedy answers to every text, as completions and as chats in turn, one after the other."""
-    references = []
-    for number, text in enumerate(texts):
-        kind = ("greedy", "chat")[number % 2]
+    """Greedy answers to every text, as completions and as chats in turn, several at a time."""
+
+    def ask(number: int) -> Reference:
+        kind, text = ("greedy", "chat")[number % 2], texts[number]
         answer = send(port, Job(kind, {"model": model} | greedy_body(kind, text, max_tokens)))
         assert answer is not None
-        references.append(Reference(kind, text, tuple(answer.prompt_ids), tuple(answer.token_ids[0])))
-        on_done(number + 1)
+        return Reference(kind, text, tuple(answer.prompt_ids), tuple(answer.token_ids[0]))
+
+    references = []
+    with ThreadPoolExecutor(MAX_CLIENTS) as pool:
+        for reference in pool.map(ask, range(len(texts))):
+            references.append(reference)
+            on_done(len(references))
     return references
 
 
