@@ -113,7 +113,9 @@ class Supervisor:
                 return
             if time.monotonic() - began > _STEADY:
                 delay = FIRST_DELAY
-            logger.warning("draft process: %s. Requests go on without drafts; next start in %g s.", reason, delay)
+            logger.warning(
+                "draft process: %s. Requests go on without drafts; next start in %g s.", reason.rstrip(". "), delay
+            )
             self._stopping.wait(delay)
             delay = min(2 * delay, MAX_DELAY)
             self.restarts += 1

@@ -361,7 +361,7 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     options = _collect_options(engine_args)
     _check_names(options)
     _check_engine(engine_args, options)
-    # Nor may vLLM choose async scheduling: drafts come over the host, so a step can't be scheduled before the last one's outcome.
+    # Nor may vLLM choose async scheduling: drafts come over the host, after the last outcome.
     engine_args.async_scheduling = False
     try:
         spec = JetSpecConfig(

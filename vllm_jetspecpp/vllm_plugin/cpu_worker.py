@@ -94,9 +94,9 @@ class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):
             os.sched_setaffinity(0, left)
             torch.set_num_threads(min(torch.get_num_threads(), len(left)))
 
-    def shutdown(self) -> None:
-        """End the draft process and the worker; a process that goes on gets its cores back."""
+    def _close_client(self) -> None:
+        """A process that goes on, after a start that failed too, gets its cores back."""
         if self._former_cores is not None:
             os.sched_setaffinity(0, self._former_cores)
             self._former_cores = None
-        super().shutdown()
+        super()._close_client()
