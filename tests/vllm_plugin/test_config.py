@@ -361,11 +361,11 @@ def test_refused_sources_of_weights(
     monkeypatch.setattr(config, "model_weights", "s3://bucket/target")
     check_refusal(lambda: create(ours), "needs a target in a folder or on the hub, got 's3://bucket/target'")
     monkeypatch.setattr(config, "model_weights", "")
-    from vllm_jetspecpp.vllm_plugin.config import _check_weights
+    from vllm_jetspecpp.vllm_plugin.target_checks import check_weights
 
     monkeypatch.setattr(config, "model", "owner/name")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    check_refusal(lambda: _check_weights(config, 5), "finds no target on ModelScope: give its folder, got 'owner/name'")
+    check_refusal(lambda: check_weights(config, 5), "finds no target on ModelScope: give its folder, got 'owner/name'")
 
 
 def test_each_engine_takes_its_share(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,9 +413,6 @@ def test_choice_of_model_runner(create: Create, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
     create(own)
     assert os.environ[V2_RUNNER] == "1"
-    check_refusal(
-        lambda: create(own, parallel={"prefill_context_parallel_size": 2}), "does not support prefill context"
-    )
 
 
 @pytest.mark.usefixtures("create")  # gives the environment back

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
@@ -20,13 +20,13 @@ from vllm_jetspecpp.config import (
     EngineConfig,
     RoundConfig,
     check_choice,
-    check_keys,
     check_range,
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
-from vllm_jetspecpp.vllm_plugin import compat, environment, metrics, placement
+from vllm_jetspecpp.vllm_plugin import environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
+from vllm_jetspecpp.vllm_plugin.target_checks import check_target, check_weights
 
 logger = logging.getLogger("vllm.jetspecpp")
 WHERE = "speculative_config"
@@ -96,14 +96,14 @@ class JetSpecConfig(SpeculativeConfig):
     cache_bytes_per_position: int = 0
     """Of the draft process; found out here, no option."""
     metrics_directory: str | None = None
-    """Where the worker leaves its counts for ``/metrics``. Not an option: :func:`create_config` sets it."""
+    """Where the worker leaves its counts for ``/metrics``. Not an option: ``create_config`` sets it."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
         self._check_options()
         if self.target_model_config is None:
             return
-        self._check_target()
+        check_target(self.target_model_config, self.target_parallel_config)
         self._resolve_checkpoint()
         self._check_length()
         self._check_schedule()
@@ -130,18 +130,6 @@ class JetSpecConfig(SpeculativeConfig):
         """The fixed shapes of a round."""
         return self._round(self.num_speculative_tokens)
 
-    def _check_target(self) -> None:
-        model, parallel = self.target_model_config, self.target_parallel_config
-        if model.is_multimodal_model:
-            raise ValueError(f"method {METHOD!r} does not support multimodal targets, got {model.model}")
-        # Stages of a pipeline hold few of the tapped layers each; context parallel workers few of the positions.
-        for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-            if getattr(parallel, name) > 1:
-                raise ValueError(f"method {METHOD!r} needs {name} 1, got {getattr(parallel, name)}")
-        if parallel.data_parallel_size > 1 and model.is_moe:
-            given = parallel.data_parallel_size
-            raise ValueError(f"method {METHOD!r} needs data_parallel_size 1 for a mixture of experts, got {given}")
-
     def _resolve_checkpoint(self) -> None:
         """Fill in γ and the tapped layers."""
         if self.draft_engine != DEFAULT_ENGINE:
@@ -159,7 +147,7 @@ class JetSpecConfig(SpeculativeConfig):
 
         target = self.target_model_config
         info = check_checkpoint(Path(self.model), target.hf_text_config)
-        _check_weights(target, info.deepest_tap)
+        check_weights(target, info.deepest_tap)
         tapped = list(info.target_layer_ids)
         if self.target_layer_ids not in (None, tapped):
             raise ValueError(f"target_layer_ids come from the checkpoint, {tapped}; got {self.target_layer_ids}")
@@ -278,8 +266,6 @@ class JetSpecConfig(SpeculativeConfig):
             return
         if not HAS_TRITON:
             raise ValueError(f"{V2_RUNNER}=1 needs Triton with a backend for this machine, and there is none: unset it")
-        if self.target_parallel_config.prefill_context_parallel_size > 1:
-            raise ValueError(f"method {METHOD!r} does not support prefill context parallelism")
 
     @property
     def on_any_node(self) -> bool:
@@ -348,93 +334,3 @@ INHERITED = {"model", "num_speculative_tokens_per_batch_size"}
 """Options of vLLM's own that mean the same here."""
 NO_OPTIONS = {"cache_bytes_per_position", "metrics_directory"}
 OPTIONS = sorted({*INHERITED, *JetSpecConfig.__annotations__} - NO_OPTIONS)
-
-
-def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:
-    """What ``EngineArgs.create_speculative_config`` returns for our method.
-
-    Raises:
-        ValueError: an option is unknown, out of range or does not fit the target; one line.
-        RuntimeError: this vLLM lacks a symbol we need.
-    """
-    compat.require("config")
-    options = _collect_options(engine_args)
-    _check_names(options)
-    _check_engine(engine_args, options)
-    # Nor may vLLM choose async scheduling: drafts come over the host, after the last outcome.
-    engine_args.async_scheduling = False
-    try:
-        spec = JetSpecConfig(
-            **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
-        )
-    except ValidationError as error:
-        raise ValueError(_one_line(error)) from None
-    spec.metrics_directory = metrics.prepare(engine_args)
-    return spec
-
-
-def _check_weights(target: Any, deepest_tap: int) -> None:
-    """Check, where that is possible before they load, that the draft process can read its parts of the target.
-
-    Raises:
-        ValueError: they are quantized, or not in safetensors files that it can find.
-    """
-    from vllm import envs
-
-    from vllm_jetspecpp.models.target_parts import check_target_weights
-
-    if target.model_weights:
-        raise ValueError(f"method {METHOD!r} needs a target in a folder or on the hub, got {target.model_weights!r}")
-    if Path(target.model).is_dir():
-        check_target_weights(Path(target.model), deepest_tap, target.hf_config)
-    elif envs.VLLM_USE_MODELSCOPE:
-        raise ValueError(f"method {METHOD!r} finds no target on ModelScope: give its folder, got {target.model!r}")
-
-
-def _check_engine(engine_args: Any, options: dict[str, Any]) -> None:
-    """Refuse what vLLM could only refuse later: in the worker, or request by request."""
-    if engine_args.async_scheduling:
-        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
-    if engine_args.load_format == "dummy" and options.get("draft_engine", DEFAULT_ENGINE) == DEFAULT_ENGINE:
-        raise ValueError(f"method {METHOD!r} needs the target's own weights: load_format 'dummy' makes random ones")
-    if engine_args.logits_processors:
-        raise ValueError(
-            f"method {METHOD!r} does not support logits processors of your own, as no speculative method of vLLM's "
-            f"does: remove --logits-processors, got {engine_args.logits_processors}"
-        )
-    guided = engine_args.structured_outputs_config
-    backend = guided.get("backend") if isinstance(guided, dict) else guided.backend
-    if backend == "lm-format-enforcer":
-        raise ValueError(
-            f"structured outputs backend {backend!r} cannot take drafts back, which method {METHOD!r} needs; "
-            "use 'auto', 'xgrammar', 'guidance' or 'outlines'"
-        )
-
-
-def _collect_options(engine_args: Any) -> dict[str, Any]:
-    """Options of ``--speculative-config`` and of the ``--spec-*`` flags, which must not repeat each other."""
-    options = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
-    for flag, key in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")):
-        value = getattr(engine_args, flag, None)
-        if value is None:
-            continue
-        if key in options:
-            raise ValueError(f"--{flag.replace('_', '-')} and --speculative-config[{key!r}] are mutually exclusive")
-        options[key] = value
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in OPTIONS and name in SpeculativeConfig.__dataclass_fields__:
-            raise ValueError(f"{WHERE}: option {name!r} has no meaning for method {METHOD!r}; remove it")
-    check_keys(options, OPTIONS, WHERE)
-
-
-def _one_line(error: ValidationError) -> str:
-    """Pydantic's first complaint without its frame; our own messages come through as they are."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):
-        return str(cause)
-    return f"{WHERE}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
