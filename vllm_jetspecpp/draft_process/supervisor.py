@@ -114,7 +114,7 @@ class Supervisor:
         end = SharedMemoryWorkerEnd(send_timeout=self._reply_timeout)
         try:
             keeper = _Keeper(self._job(end))
-        except OSError:
+        except Exception:
             end.close()
             raise
         reason = self._wait_attached(keeper, end)
@@ -166,8 +166,8 @@ class _Keeper:
 
     def __init__(self, job: dict[str, Any]) -> None:
         sweep_abandoned(tempfile.gettempdir())
-        self._directory, self._lock = make_directory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _remove
+        self._directory, self._lock = make_directory()
         try:
             self._process = self._start(None if job["placement"]["log_to_driver"] else self._output)
         except OSError:
