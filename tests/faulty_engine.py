@@ -22,11 +22,11 @@ FULL = "the engine has filled its memory"
 FAILED = "the engine failed on order"
 
 
-def order(sequences: Path, fault: str, when: str, times: int = 1, seconds: float = 0.0) -> None:
+def order(sequences: Path, fault: str, when: str, seconds: float = 0.0) -> None:
     """Have the engine that reads ``sequences`` commit a fault at its next ``start``, ``prefill`` or ``decode``."""
     orders = orders_file(sequences)
     new = orders.with_suffix(".new")
-    new.write_text(json.dumps({"fault": fault, "when": when, "times": times, "seconds": seconds}))
+    new.write_text(json.dumps({"fault": fault, "when": when, "seconds": seconds}))
     new.rename(orders)
 
 
@@ -57,10 +57,7 @@ class FaultyEngine(EchoEngine):
         except FileNotFoundError:
             return
         if wanted["when"] == moment:
-            if wanted["times"] > 1:
-                order(Path(self.config.checkpoint), wanted["fault"], moment, wanted["times"] - 1, wanted["seconds"])
-            else:
-                orders.unlink()
+            orders.unlink()
             FAULTS[wanted["fault"]](wanted)
 
 

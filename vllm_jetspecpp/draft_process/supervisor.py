@@ -125,7 +125,7 @@ class Supervisor:
         end = make_worker_end(self._transport, self._reply_timeout)
         try:
             keeper = _Keeper(self._job(end))
-        except OSError:
+        except Exception:
             end.close()
             raise
         reason = self._wait_attached(keeper, end)
@@ -181,8 +181,8 @@ class _Keeper:
 
     def __init__(self, job: dict[str, Any]) -> None:
         sweep_abandoned(tempfile.gettempdir())
-        self._directory, self._lock = make_directory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _remove
+        self._directory, self._lock = make_directory()
         try:
             self._process = self._start(None if job["placement"]["log_to_driver"] else self._output, job["inherited"])
         except OSError:
