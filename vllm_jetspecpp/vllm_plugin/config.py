@@ -64,11 +64,13 @@ class JetSpecConfig(SpeculativeConfig):
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
     draft_device: str = "auto"
-    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. On another node ``cuda``, one GPU that Ray
-    chooses there, or ``cpu``; ``auto`` there is ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
+    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. With data parallel engines one GPU for each,
+    as in ``cuda:2,cuda:3``. On another node ``cuda``, one GPU that Ray chooses there, or ``cpu``; ``auto`` there is
+    ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
     draft_cores: int | list[int] | None = None
-    """Draft process on CPU: its cores, as a number or as core ids; by default one. On another node core ids of that
-    node; by default any, with as many threads as ``draft_resources`` ask for ``num_cpus``."""
+    """Draft process on CPU: its cores, as a number or as core ids; by default one. With data parallel engines a number
+    is for each, and ids are shared out. On another node core ids of that node; by default any, with as many threads as
+    ``draft_resources`` ask for ``num_cpus``."""
     draft_resources: dict[str, float] | None = None
     """Further Ray resources that the draft process asks for."""
     ray_address: str | None = None
@@ -132,9 +134,13 @@ class JetSpecConfig(SpeculativeConfig):
         model, parallel = self.target_model_config, self.target_parallel_config
         if model.is_multimodal_model:
             raise ValueError(f"method {METHOD!r} does not support multimodal targets, got {model.model}")
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
+        # Stages of a pipeline hold few of the tapped layers each; context parallel workers few of the positions.
+        for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(f"method {METHOD!r} needs {name} 1, got {getattr(parallel, name)}")
+        if parallel.data_parallel_size > 1 and model.is_moe:
+            given = parallel.data_parallel_size
+            raise ValueError(f"method {METHOD!r} needs data_parallel_size 1 for a mixture of experts, got {given}")
 
     def _resolve_checkpoint(self) -> None:
         """Fill in γ and the tapped layers."""
@@ -151,7 +157,9 @@ class JetSpecConfig(SpeculativeConfig):
         from vllm_jetspecpp.models.calibration import check_selection, load_calibration
         from vllm_jetspecpp.models.checkpoint import check_checkpoint
 
-        info = check_checkpoint(Path(self.model), self.target_model_config.hf_text_config)
+        target = self.target_model_config
+        info = check_checkpoint(Path(self.model), target.hf_text_config)
+        _check_weights(target, info.deepest_tap)
         tapped = list(info.target_layer_ids)
         if self.target_layer_ids not in (None, tapped):
             raise ValueError(f"target_layer_ids come from the checkpoint, {tapped}; got {self.target_layer_ids}")
@@ -215,10 +223,12 @@ class JetSpecConfig(SpeculativeConfig):
             if self.draft_cores is not None:
                 raise ValueError(f"draft_cores is for draft_device 'cpu', got draft_device {self.draft_device!r}")
         elif self.transport != "local":
-            cores = placement.resolve_draft_cores(self.draft_cores)
+            parallel = self.target_parallel_config
+            engines, workers = placement.num_engines(parallel), placement.num_workers(parallel)
+            cores = placement.resolve_draft_cores(self.draft_cores, engines, workers)
             self.draft_cores = list(cores)
             if current_platform.is_cpu():
-                placement.keep_target_off(cores, self.target_parallel_config.world_size)
+                placement.keep_target_off(cores, workers)
         _ = self.placement_config  # checks draft_resources
 
     def _resolve_runner(self) -> None:
@@ -239,20 +249,34 @@ class JetSpecConfig(SpeculativeConfig):
         draft.hf_config = copy.copy(draft.hf_config)
         draft.hf_config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in self.target_layer_ids or ()]
         self.draft_model_config = draft
-        self.draft_parallel_config = parallel
+        # As it stands now: an engine core that is one of several makes the original its own.
+        self.draft_parallel_config = copy.copy(parallel)
 
-    def _check_runner(self) -> None:
+    @property
+    def engine_cores(self) -> tuple[int, ...] | None:
+        """``draft_cores`` of this engine's draft process, where there are several engines; None: any."""
+        if not isinstance(self.draft_cores, list):
+            return None
+        return tuple(self._engine_share(self.draft_cores))
+
+    @property
+    def engine_device(self) -> str:
+        """``draft_device`` of this engine's draft process."""
+        return self._engine_share(self.draft_device.split(","))[0]
+
+    def _engine_share(self, items: list[Any]) -> list[Any]:
+        engines = placement.num_engines(self.draft_parallel_config) if self.draft_parallel_config else 1
+        return placement.share_out(items, engines)[self.target_parallel_config.data_parallel_rank_local or 0]
+
+    @staticmethod
+    def _check_runner() -> None:
         from vllm.triton_utils import HAS_TRITON
 
         wanted = os.environ[V2_RUNNER]
         if wanted not in ("0", "1"):
             raise ValueError(f"{V2_RUNNER} must be 0 or 1, got {wanted!r}")
-        if wanted == "0":
-            return
-        if not HAS_TRITON:
+        if wanted == "1" and not HAS_TRITON:
             raise ValueError(f"{V2_RUNNER}=1 needs Triton with a backend for this machine, and there is none: unset it")
-        if self.target_parallel_config.prefill_context_parallel_size > 1:
-            raise ValueError(f"method {METHOD!r} does not support prefill context parallelism")
 
     @property
     def on_any_node(self) -> bool:
@@ -263,8 +287,7 @@ class JetSpecConfig(SpeculativeConfig):
     @property
     def placement_config(self) -> PlacementConfig:
         """Where the draft process runs."""
-        cores = tuple(self.draft_cores) if isinstance(self.draft_cores, list) else None
-        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address, any_node=self.on_any_node)
+        placement = PlacementConfig(self.engine_cores, ray_address=self.ray_address, any_node=self.on_any_node)
         return placement if self.draft_resources is None else replace(placement, draft_resources=self.draft_resources)
 
     def engine_config(self, vllm_config: Any) -> EngineConfig:
@@ -280,9 +303,11 @@ class JetSpecConfig(SpeculativeConfig):
             checkpoint=self.model or "",
             round=self.round_config,
             num_slots=min(self.draft_slots or DEFAULT_DRAFT_SLOTS, max_num_seqs),
+            target_revision=model.revision,
+            download_dir=vllm_config.load_config.download_dir,
             max_model_len=model.max_model_len,
             dtype=str(model.dtype).removeprefix("torch."),
-            device=self.draft_device,
+            device=self.engine_device,
             num_threads=self._num_threads,
             prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
             window=self.draft_window,
@@ -291,8 +316,8 @@ class JetSpecConfig(SpeculativeConfig):
 
     @property
     def _num_threads(self) -> int:
-        if isinstance(self.draft_cores, list):
-            return len(self.draft_cores)
+        if self.engine_cores is not None:
+            return len(self.engine_cores)
         return max(1, int(self.placement_config.bundle.get("CPU", 1))) if self.on_any_node else 1
 
     def memory_of(self, engine: EngineConfig) -> str:
@@ -334,6 +359,8 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
     _check_names(options)
     if engine_args.async_scheduling:
         raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
+    if engine_args.load_format == "dummy" and options.get("draft_engine", DEFAULT_ENGINE) == DEFAULT_ENGINE:
+        raise ValueError(f"method {METHOD!r} needs the target's own weights: load_format 'dummy' makes random ones")
     # Nor may vLLM choose it: drafts come over the host, so a step can't be scheduled before the last one's outcome.
     engine_args.async_scheduling = False
     try:
@@ -344,6 +371,24 @@ def create_config(engine_args: Any, target_model_config: Any, target_parallel_co
         raise ValueError(_one_line(error)) from None
     spec.metrics_directory = metrics.prepare(engine_args)
     return spec
+
+
+def _check_weights(target: Any, deepest_tap: int) -> None:
+    """Check, where that is possible before they load, that the draft process can read its parts of the target.
+
+    Raises:
+        ValueError: they are quantized, or not in safetensors files that it can find.
+    """
+    from vllm import envs
+
+    from vllm_jetspecpp.models.target_parts import check_target_weights
+
+    if target.model_weights:
+        raise ValueError(f"method {METHOD!r} needs a target in a folder or on the hub, got {target.model_weights!r}")
+    if Path(target.model).is_dir():
+        check_target_weights(Path(target.model), deepest_tap, target.hf_config)
+    elif envs.VLLM_USE_MODELSCOPE:
+        raise ValueError(f"method {METHOD!r} finds no target on ModelScope: give its folder, got {target.model!r}")
 
 
 def _collect_options(engine_args: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class CPUSpecDecodeWorker(SpecDecodeWorker, CPUWorker):
     def _keep_off_draft_cores(self) -> None:
         """vLLM binds the threads of worker processes; a worker inside the user's process is left to us."""
         cores = os.sched_getaffinity(0)
-        left = cores - set(self.vllm_config.speculative_config.draft_cores or ())
+        left = cores - set(self.vllm_config.speculative_config.engine_cores or ())
         if left and left != cores:
             self._former_cores = cores
             os.sched_setaffinity(0, left)
