@@ -256,15 +256,14 @@ class JetSpecConfig(SpeculativeConfig):
         engines = placement.num_engines(self.draft_parallel_config) if self.draft_parallel_config else 1
         return placement.share_out(items, engines)[self.target_parallel_config.data_parallel_rank_local or 0]
 
-    def _check_runner(self) -> None:
+    @staticmethod
+    def _check_runner() -> None:
         from vllm.triton_utils import HAS_TRITON
 
         wanted = os.environ[V2_RUNNER]
         if wanted not in ("0", "1"):
             raise ValueError(f"{V2_RUNNER} must be 0 or 1, got {wanted!r}")
-        if wanted == "0":
-            return
-        if not HAS_TRITON:
+        if wanted == "1" and not HAS_TRITON:
             raise ValueError(f"{V2_RUNNER}=1 needs Triton with a backend for this machine, and there is none: unset it")
 
     @property
