@@ -202,13 +202,15 @@ class _Keeper:
         """Ask it to end, insist after a while, remove what is left, and note the reason it gave."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
+        ended = True
         try:
             self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
+            ended = False
             self._process.kill()
             self._process.wait()
         assert self._process.stdout is not None
-        self.reason = self._process.stdout.read().strip() or self._last_output()
+        self.reason = self._process.stdout.read().strip() or (self._last_output() if ended else "")
         self._process.stdout.close()
         self._remove()
 
