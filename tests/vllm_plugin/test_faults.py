@@ -107,8 +107,8 @@ def test_starts_that_fail_are_tried_again_later(joined: Served, monkeypatch: pyt
         wait_for(lambda: len(joined.warnings.lines) > 1, 60, "the start that fails")
         joined.answer()
     joined.wait_replaced(pid)
-    for line, reason in zip(joined.warnings.lines, ("killed", "nowhere", FAILED), strict=True):
-        assert reason in line
+    for line, reason in zip(joined.warnings.lines, ("was killed", "nowhere", FAILED), strict=True):
+        assert reason in line and ("did not start" in line) == (reason != "was killed")
     delays = [float(re.findall(r"next start in ([\d.]+) s", line)[0]) for line in joined.warnings.lines]
     assert delays == [FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY]
     joined.assert_drafts()
