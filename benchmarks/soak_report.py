@@ -14,7 +14,7 @@ from soak_memory import JUDGED, Recorder
 
 from vllm_jetspecpp.demo.near_ties import Pair, judge
 
-WARNING = "Requests go on without drafts"
+WARNING, FAILED_START = "Requests go on without drafts", "draft process did not start"
 SHOWN = 20
 """Failures and differences listed in full."""
 
@@ -89,8 +89,8 @@ def checks_of(result: dict[str, Any]) -> dict[str, bool]:
         "greedy_answers_equal": result["greedy"]["compared"] > 0 and not result["greedy"]["wrong"],
         "killed_as_often_as_asked": planned == result["settings"]["kills"],
         "drafting_resumed": all(kill["resumed_at"] is not None for kill in result["kills"]),
-        # Whatever else ended a draft process was silence for longer than the time limit.
-        "no_unexplained_restart": counts["restarts"] == planned + counts["timeouts"],
+        # Whatever else ended a draft process was silence for too long; on a busy machine a start may fail as well.
+        "no_unexplained_restart": counts["restarts"] == planned + counts["timeouts"] + counts["failed_starts"],
         "one_warning_per_restart": counts["warnings"] == counts["restarts"],
         "memory_flat": all(process["flat"] is not False for process in result["memory"]),
         "clean_exit": result["exit"]["clean"],
@@ -116,6 +116,7 @@ def report(
         "draft_process": {
             "restarts": stats["client"]["restarts"],
             "timeouts": stats["client"]["timeouts"],
+            "failed_starts": log.count(FAILED_START),
             "warnings": log.count(WARNING),
             "warning_lines": [line[-300:] for line in log.splitlines() if WARNING in line][:SHOWN],
             "rounds": stats["rounds"],

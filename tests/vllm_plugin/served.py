@@ -22,6 +22,8 @@ LONGEST_STEP = 2 * REPLY_TIMEOUT + 3.0
 """Seconds: a step may wait for room and for the answer, and other programs use the machine too."""
 RESTART_TIMEOUT = 120.0
 FIRST_DELAY, MAX_DELAY = 0.1, 0.4
+PATIENCE = 4.0
+"""Seconds after which a keeper that does not end is killed."""
 GCS_TIMEOUT = 8
 """Seconds after which Ray's processes give up on their GCS; Ray's own default is a minute."""
 NO_ANSWER = "no answer to step"
@@ -123,6 +125,7 @@ def served(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "FIRST_DELAY", FIRST_DELAY)
         patch.setattr(supervisor, "MAX_DELAY", MAX_DELAY)
+        patch.setattr(supervisor, "PATIENCE", PATIENCE)
         patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", str(GCS_TIMEOUT))
         with running_engine(model, max_num_batched_tokens=64, speculative_config=method | options) as llm:
             everything = Served(llm, directory, sequences, prompts, expected)

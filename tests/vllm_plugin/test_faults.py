@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.draft_process_tools import cluster_processes, own_temp_dir, wait_for
@@ -106,8 +107,8 @@ def test_starts_that_fail_are_tried_again_later(joined: Served, monkeypatch: pyt
         wait_for(lambda: len(joined.warnings.lines) > 1, 60, "the start that fails")
         joined.answer()
     joined.wait_replaced(pid)
-    for line, reason in zip(joined.warnings.lines, ("killed", "nowhere", FAILED), strict=True):
-        assert reason in line
+    for line, reason in zip(joined.warnings.lines, ("was killed", "nowhere", FAILED), strict=True):
+        assert reason in line and ("did not start" in line) == (reason != "was killed")
     delays = [float(re.findall(r"next start in ([\d.]+) s", line)[0]) for line in joined.warnings.lines]
     assert delays == [FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY]
     joined.assert_drafts()
@@ -128,10 +129,18 @@ def kill_draft(served: Served, patch: pytest.MonkeyPatch) -> None:
     os.kill(served.draft_pid(), signal.SIGKILL)
 
 
+def keeper_pid() -> int:
+    (keeper,) = [p.pid for p in psutil.Process().children() if "vllm_jetspecpp.draft_process.keeper" in p.cmdline()]
+    return keeper
+
+
 def kill_keeper(served: Served, patch: pytest.MonkeyPatch) -> None:
-    children = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "draft_process.keeper"], capture_output=True)
-    (keeper,) = map(int, children.stdout.split())
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(keeper_pid(), signal.SIGKILL)
+
+
+def stop_both(served: Served, patch: pytest.MonkeyPatch) -> None:
+    for pid in (keeper_pid(), served.draft_pid()):
+        os.kill(pid, signal.SIGSTOP)
 
 
 def lose_request(served: Served, patch: pytest.MonkeyPatch) -> None:
@@ -157,6 +166,7 @@ FAULTS = [
     Fault("killed while idle", "was killed", outside=kill_draft, at_step=0),
     Fault("killed in a prefill", "was killed", "kill", "prefill"),
     Fault("stopped", NO_ANSWER, "stop"),
+    Fault("stopped with its keeper", NO_ANSWER, outside=stop_both),
     Fault("too slow", NO_ANSWER, "sleep", seconds=3 * REPLY_TIMEOUT),
     Fault("answer lost", NO_ANSWER, "lose answer"),
     Fault("request lost", NO_ANSWER, outside=lose_request),

@@ -64,6 +64,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._first_start = threading.Event()
         self._first_error: str | None = None
+        self._ready_since: float | None = None
         self.restarts = 0
         self.alive = False
         """Whether a draft process is attached and neither ended nor given up."""
@@ -100,7 +101,7 @@ class Supervisor:
     def _run(self) -> None:
         delay = FIRST_DELAY
         while not self._stopping.is_set():
-            began = time.monotonic()
+            self._ready_since = None
             try:
                 reason = self._run_one()
             except Exception as error:  # no memory, no process, no descriptor: try again like after any other failure
@@ -111,10 +112,11 @@ class Supervisor:
                 return
             if self._stopping.is_set():
                 return
-            if time.monotonic() - began > _STEADY:
+            what = "draft process did not start" if self._ready_since is None else "draft process"
+            if self._ready_since is not None and time.monotonic() - self._ready_since > _STEADY:
                 delay = FIRST_DELAY
             logger.warning(
-                "draft process: %s. Requests go on without drafts; next start in %g s.", reason.rstrip(". "), delay
+                "%s: %s. Requests go on without drafts; next start in %g s.", what, reason.rstrip(". "), delay
             )
             self._stopping.wait(delay)
             delay = min(2 * delay, MAX_DELAY)
@@ -130,6 +132,7 @@ class Supervisor:
             raise
         reason = self._wait_attached(keeper, end)
         if reason is None:
+            self._ready_since = time.monotonic()
             self._new = end
             self.alive = True
             self._first_start.set()
