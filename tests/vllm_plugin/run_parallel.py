@@ -5,7 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
+
+COMMITTED = ("rounds", "accepted_tokens", "plain_tokens")
+METRICS_TIMEOUT = 60.0
+
+
+async def metrics_page(num_tokens: int) -> str:
+    """What ``/metrics`` shows once the workers' files, written every second, are up to date."""
+    from prometheus_client import REGISTRY, generate_latest
+
+    from tests.scraping import parse
+
+    names = {f"vllm:jetspecpp_{name}_total" for name in COMMITTED}
+    deadline = time.monotonic() + METRICS_TIMEOUT
+    while True:
+        page = generate_latest(REGISTRY).decode()
+        shown = sum(value for (name, _), value in parse(page).items() if name in names)
+        if shown == num_tokens or time.monotonic() > deadline:
+            return page
+        await asyncio.sleep(0.2)
 
 
 def layout(wrapper: Any) -> dict[str, Any]:
@@ -40,8 +60,10 @@ async def run(request: dict[str, Any]) -> None:
 
     outputs = await asyncio.gather(*(generate(i, p) for i, p in enumerate(request["prompts"])))
     by_engine = await llm.engine_core.call_utility_all_async("collective_rpc", layout, None, (), {})
+    page = await metrics_page(sum(map(len, outputs)))
     llm.shutdown()
-    print(json.dumps({"outputs": outputs, "workers": [worker for workers in by_engine for worker in workers]}))
+    workers = [worker for workers in by_engine for worker in workers]
+    print(json.dumps({"outputs": outputs, "workers": workers, "metrics": page}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engines import EchoEngine
+from tests.scraping import parse
 from tests.tiny_models import make_tiny_llama
 from tests.vllm_plugin.conftest import ENGINE_OPTIONS, MAX_TOKENS, generate, running_engine
 from tests.vllm_plugin.test_processes import run_engine
@@ -100,3 +101,18 @@ def test_data_parallel(target: Path, known: Path, prompts: list[list[int]], expe
         assert sum(stats["committed"].values()) == sum(map(len, outputs))
     if len(os.sched_getaffinity(0)) > 1:
         assert not set(workers[0]["draft_cores"]) & set(workers[1]["draft_cores"])
+
+    metrics = parse(report["metrics"])
+    for worker in workers:
+        labels = {"model_name": str(target), "engine": str(worker["engine"])}
+
+        def read(name: str, labels: dict[str, str] = labels, **more: str) -> float:
+            return metrics["vllm:" + name, frozenset((labels | more).items())]
+
+        stats = worker["stats"]
+        for origin, rounds in stats["verified_by_origin"].items():
+            assert read("jetspecpp_rounds_total", origin=origin) == rounds
+        assert read("jetspecpp_accepted_tokens_per_round_sum") == stats["accepted"]
+        assert read("spec_decode_num_drafts_total") == stats["rounds"]
+        assert read("spec_decode_num_accepted_tokens_total") == stats["accepted"]
+        assert read("jetspecpp_draft_process_alive") == 1
