@@ -93,6 +93,29 @@ class SwitchableEngine(EchoEngine):
         return kinds[len(self.messages) % len(kinds)]
 
 
+class ContinuingEngine(SwitchableEngine):
+    """Knows answers without their prompts: it drafts what follows the committed end of one, 2 tokens at least."""
+
+    def continuation(self, request: Verified) -> list[int]:
+        history = self.history[request.slot]
+        for answer in self.sequences:
+            for length in range(len(answer), 1, -1):
+                if history[-length:] == answer[:length]:
+                    return answer[length:]
+        return []
+
+
+class RereadingEngine(SwitchableEngine):
+    """Reads its file anew for each request: what a server in another process should draft may be said at any time."""
+
+    mode = "mixed"
+
+    def answer(self, batch: VerifiedBatch) -> DraftBatch:
+        if any(request.reset for request in batch.requests):
+            self.sequences = json.loads(Path(self.config.checkpoint).read_text())
+        return super().answer(batch)
+
+
 class UniformEngine:
     """Drafts pseudo-random tokens of a vocabulary of :attr:`vocab_size`, the same in every run."""
 

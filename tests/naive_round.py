@@ -188,12 +188,13 @@ class NaiveRound:
         passes, refreshes = self.config.fallback_passes, self.config.fallback_refreshes
         return self.refined(self.tokens, self.context(), passes, refreshes)
 
-    def predraft(self, drafts: list[int]) -> dict[tuple[int, int], list[int]]:
-        """Blocks for the B likeliest outcomes of ``drafts``."""
+    def predraft(self, drafts: list[int], num_verified: int | None = None) -> dict[tuple[int, int], list[int]]:
+        """Blocks for the B likeliest outcomes of ``drafts``, of which the first ``num_verified`` are verified."""
         n, context = len(self.tokens) - 1, self.context()
         positions = list(range(n, n + self.config.block_size))
         log_probs, predicted = simulate(self.nets, [self.tokens[-1], *drafts], positions, context)
-        scores = outcomes(log_probs, drafts, self.nets.target.head_token_ids.tolist())
+        cut = len(drafts) if num_verified is None else num_verified
+        scores = outcomes(log_probs[: cut + 1], drafts[:cut], self.nets.target.head_token_ids.tolist())
         chosen = sorted(scores, key=lambda o: -scores[o])[: self.config.num_outcomes]
         return {(k, a): self.branch(drafts, k, a, context.plus(predicted, k + 1)) for k, a in chosen}
 

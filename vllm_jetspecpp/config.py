@@ -118,6 +118,10 @@ class EngineConfig:
     """``float32``, ``bfloat16`` or ``float16``: of weights, caches and the states on the wire."""
     device: str = "cpu"
     num_threads: int = 1
+    target_revision: str | None = None
+    """Of a hub name: branch, tag or commit."""
+    download_dir: str | None = None
+    """Of a hub name: where its files are kept; None is Hugging Face's own cache."""
     prefix_store_bytes: int = 0
     """Memory for the states of prefixes that vLLM has cached."""
     window: int | None = None

@@ -3,7 +3,10 @@
 import http.client
 import json
 import os
+import re
 import signal
+import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,26 +18,21 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.demo_model import CHECKPOINT, ROOT, TARGET, require_demo_model
+from tests.scraping import Samples, parse
 from vllm_jetspecpp.demo.near_ties import Pair, judge
 from vllm_jetspecpp.demo.run import SERVE_ARGUMENTS, SERVE_ENV
 from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server
 
-ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "checkpoints/smollm2-135m-instruct"
-TARGET = Path(os.environ.get("JETSPECPP_DEMO_TARGET", ROOT / ".cache/smollm2-135m-instruct"))
 MODEL = SERVE_ARGUMENTS[SERVE_ARGUMENTS.index("--served-model-name") + 1]
 SHARED_MEMORY = Path("/dev/shm")
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?"
 OTHER_QUESTION = "Write a Python function that returns the sum of the squares of a list."
 MAX_TOKENS = 64
-
-
-def missing_part() -> str | None:
-    """The model folder that is not there, or None."""
-    for folder in (TARGET, CHECKPOINT):
-        if not (folder / "config.json").is_file():
-            return f"{folder} is missing; `make test` prepares the target, the checkpoint is part of the repository"
-    return None
+LABELS = {"model_name": MODEL, "engine": "0"}
+DASHBOARD = ROOT / "examples/grafana/jetspecpp.json"
+METRICS_TIMEOUT = 60.0
+"""Seconds; the worker's counts are on the page within one or two."""
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +42,13 @@ def shared_memory_before() -> set[str]:
 
 def start_server(log: Path) -> Server:
     method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
-    return Server(str(TARGET), [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)], SERVE_ENV, log)
+    env = SERVE_ENV | {"VLLM_LOG_STATS_INTERVAL": "2"}
+    return Server(str(TARGET), [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)], env, log)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, shared_memory_before: set[str]) -> Iterator[Server]:
-    if reason := missing_part():
-        if os.environ.get("JETSPECPP_ALLOW_MISSING") == "1":
-            pytest.skip(reason)
-        pytest.fail(f"{reason} (JETSPECPP_ALLOW_MISSING=1 skips)")
+    require_demo_model()
     with start_server(tmp_path_factory.mktemp("serve") / "serve.log") as server:
         server.wait_ready()
         yield server
@@ -150,6 +146,105 @@ def test_drafts_are_accepted_and_foreseen(server: Server, client: OpenAI) -> Non
     stats = server.stats()
     assert stats["acceptance_length"] > 1.5, stats
     assert stats["hits"] > 0, stats
+
+
+def scrape(server: Server) -> Samples:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as response:
+        return parse(response.read().decode())
+
+
+def read(samples: Samples, name: str, **labels: str) -> float:
+    return samples["vllm:" + name, frozenset((LABELS | labels).items())]
+
+
+def by_origin(samples: Samples, name: str) -> dict[str, float]:
+    return {o: read(samples, f"jetspecpp_{name}_total", origin=o) for o in ("first", "hit", "fallback")}
+
+
+def as_stats(samples: Samples) -> dict[str, Any]:
+    """The page in the terms of ``jetspecpp_stats``."""
+    totals = [read(samples, "jetspecpp_accepted_tokens_per_round_bucket", le=f"{k}.0") for k in range(8)]
+    return {
+        "verified_by_origin": by_origin(samples, "rounds"),
+        "accepted_by_origin": by_origin(samples, "accepted_tokens"),
+        "blocks_by_origin": by_origin(samples, "drafts"),
+        "accepted_lengths": [total - former for total, former in zip(totals, [0.0, *totals], strict=False)],
+        "plain_tokens": read(samples, "jetspecpp_plain_tokens_total"),
+        "drafted": read(samples, "jetspecpp_draft_tokens_total"),
+        "verify_steps": read(samples, "jetspecpp_verify_steps_total"),
+        "hits": read(samples, "jetspecpp_hits_total"),
+        "misses": read(samples, "jetspecpp_misses_total"),
+    }
+
+
+def settled_page(server: Server) -> Samples:
+    """``/metrics`` once it has what the worker itself counts; no request runs meanwhile."""
+    stats = server.stats()
+    deadline = time.monotonic() + METRICS_TIMEOUT
+    while True:
+        samples = scrape(server)
+        shown = as_stats(samples)
+        if shown == {name: stats[name] for name in shown}:
+            return samples
+        assert time.monotonic() < deadline, (shown, stats)
+        time.sleep(0.2)
+
+
+def test_metrics_are_those_of_the_outputs(server: Server, client: OpenAI) -> None:
+    before = settled_page(server)
+    usage = client.completions.create(
+        model=MODEL, prompt=QUESTION, temperature=0, max_tokens=MAX_TOKENS, extra_body={"ignore_eos": True}
+    ).usage
+    after = settled_page(server)
+    rounds, accepted = (
+        sum(by_origin(after, name).values()) - sum(by_origin(before, name).values())
+        for name in ("rounds", "accepted_tokens")
+    )
+    grown = {key: after[key] - before.get(key, 0.0) for key in after}
+    assert usage and usage.completion_tokens == MAX_TOKENS == read(grown, "generation_tokens_total")
+    assert rounds + accepted + read(grown, "jetspecpp_plain_tokens_total") == MAX_TOKENS
+    assert read(grown, "spec_decode_num_drafts_total") == rounds > 0
+    assert read(grown, "spec_decode_num_accepted_tokens_total") == accepted > 0
+    assert read(grown, "spec_decode_num_draft_tokens_total") == read(grown, "jetspecpp_draft_tokens_total")
+    assert read(grown, "jetspecpp_verify_seconds_total") > 0
+    assert read(grown, "jetspecpp_exposed_drafting_seconds_total") > 0
+    assert read(after, "jetspecpp_draft_process_alive") == 1
+
+
+def test_log_line_of_the_engine_is_right(server: Server) -> None:
+    """What vLLM logs every few seconds adds up to its counters."""
+    samples = settled_page(server)
+    wanted = [read(samples, f"spec_decode_num_{name}_tokens_total") for name in ("accepted", "draft")]
+    deadline = time.monotonic() + METRICS_TIMEOUT
+    while True:
+        lines = [line for line in server.log.read_text().splitlines() if "SpecDecoding metrics" in line]
+        pairs = [re.findall(r"(?:Accepted|Drafted): (\d+) tokens", line) for line in lines]
+        if [sum(int(pair[i]) for pair in pairs) for i in range(2)] == wanted:
+            break
+        assert time.monotonic() < deadline, (lines, wanted)
+        time.sleep(0.5)
+    rates = re.search(r"Per-position acceptance rate: ([\d., ]+), Avg", lines[-1])
+    assert rates and len(rates[1].split(", ")) == 7
+
+
+def test_dashboard_asks_for_what_there_is(server: Server) -> None:
+    samples = settled_page(server)
+    labels: dict[str, set[str]] = {}
+    for name, pairs in samples:
+        labels.setdefault(name, set()).update(dict(pairs))
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) >= 20
+    for query in queries:
+        selected = re.findall(r"(vllm:\w+){([^}]*)}", query)
+        assert selected and len(selected) == query.count("vllm:"), query
+        for name, matchers in selected:
+            assert name in labels and set(re.findall(r'(\w+)=~?"', matchers)) <= labels[name], query
+        assert set(re.findall(r"by \((\w+)\)", query)) <= set().union(*(labels[name] for name, _ in selected)), query
+    variables = [v["definition"] for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    for name, label in (re.findall(r"label_values\((vllm:\w+), (\w+)\)", v)[0] for v in variables):
+        assert label in labels[name]
+    assert "vllm:jetspecpp_" in "".join(queries) and "vllm:spec_decode_" in "".join(queries)
 
 
 def unused_shared_memory(before: set[str]) -> list[str]:

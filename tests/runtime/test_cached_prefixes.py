@@ -120,6 +120,31 @@ def test_a_shared_prefix_and_a_hole(tiny: Tiny) -> None:
     assert begin(engine, tiny, 1, other, 20, [9, 4, 7, 3, 0, 11]).drafts[0].num_missing == 4  # block 3: other tokens
 
 
+def test_requests_of_one_step_share_a_prefix(tiny: Tiny) -> None:
+    """vLLM caches a block when it plans its computation: the second request of a step may already read the first's."""
+    tokens, ids = random_tokens(23, seed=3), (9, 4, 7, 3, 2, 1)
+    longer = tokens[:16] + random_tokens(12, seed=6)
+    states = {len(t): tiny.states(t[:-1]) for t in (tokens, longer)}
+
+    def first(slot: int, sequence: list[int], cached: int, block_ids: tuple[int, ...]) -> Verified:
+        rest, ids = states[len(sequence)][cached:], torch.tensor(sequence, dtype=torch.int32)
+        return Verified(slot, 0, ids, cached, rest, wants_draft=True, reset=True, block_ids=block_ids)
+
+    messages = (
+        first(2, longer, 20, (9, 4, 7, 3, 20, 21, 22)),  # reads from slot 1, which is behind it in the batch
+        first(0, tokens, 0, ids),
+        first(1, longer, 16, (9, 4, 7, 3, 20, 21, 22)),
+    )
+    engine, alone = engine_with_store(tiny), engine_with_store(tiny)
+    drafts = engine.answer(VerifiedBatch(0, messages, cache_block_size=SIZE)).drafts
+    engine.work()
+    assert [draft.num_missing for draft in drafts] == [0, 0, 0]
+    whole = begin(alone, tiny, 1, longer, 0, []).drafts[0]
+    for draft in (drafts[0], drafts[2]):
+        assert replace(draft, slot=1) == whole
+        assert engine.cache._slots[draft.slot] == alone.cache._slots[1]
+
+
 def test_blocks_that_others_wrote_are_dropped(tiny: Tiny) -> None:
     tokens, engine = random_tokens(23, seed=3), engine_with_store(tiny)
     begin(engine, tiny, 0, tokens, 0, [9, 4, 7, 3, 2, 1])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from tests.draft_process_tools import assert_nothing_left, cluster_processes, ended, own_temp_dir, wait_for
 from tests.runtime.scripted_engines import RAISE
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.draft_process import supervisor, sweep
@@ -45,13 +45,6 @@ def batch(step, token=1, wants_draft=True):
     return VerifiedBatch(step, (Verified(0, 0, tokens, 0, torch.ones(1, 8), wants_draft=wants_draft),))
 
 
-def wait_for(condition, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
-        time.sleep(0.05)
-
-
 def draft_of(client, step):
     assert client.send(batch(step, token=step))
     reply = client.receive()
@@ -61,32 +54,10 @@ def draft_of(client, step):
     return pid, threads
 
 
-def cluster_processes(directory):
-    """Command lines by id of processes that were started in ``directory`` or have a file of it open."""
-    found = {}
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        try:
-            line = " ".join(process.info["cmdline"] or [])
-            paths = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
-        except (psutil.Error, OSError):
-            continue
-        if process.pid != os.getpid() and (directory in line or any(p.startswith(directory) for p in paths)):
-            found[process.pid] = line
-    return found
-
-
 @pytest.fixture
-def temp_dir(monkeypatch):
-    """Clusters of a test get their directories in here, so that what they leave can be told from others' files."""
-    with tempfile.TemporaryDirectory(prefix="jt-") as directory:
-        monkeypatch.setattr(tempfile, "tempdir", directory)
-        monkeypatch.setenv("TMPDIR", directory)
+def temp_dir():
+    with own_temp_dir() as directory:
         yield directory
-
-
-def assert_nothing_left(directory, seconds=0.0):
-    wait_for(lambda: not cluster_processes(directory), seconds, f"end of {cluster_processes(directory)}")
-    wait_for(lambda: not list(Path(directory).glob("jspp-*")), seconds, "removal of the cluster's directory")
 
 
 def assert_no_named_shared_memory(directory):
@@ -102,6 +73,9 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_DELAY", 0.05)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GOMP_CPU_AFFINITY", "0")
+    metrics = Path(temp_dir, "metrics")  # of a server with several API servers
+    metrics.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics))
     last_core = (os.cpu_count() or 1) - 1
     affinity = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {0})
@@ -110,7 +84,7 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
     try:
         assert client.generation == 0 and not client.ready() and not client.send(batch(0)) and client.receive() is None
         client.wait_started()
-        assert client.ready() and client.generation == 1 and client.stats.restarts == 0
+        assert client.ready() and client.generation == 1 and client.stats.restarts == 0 and client.alive
         pid, threads = draft_of(client, 1)
         assert threads == 1
         assert all(os.sched_getaffinity(int(t)) == {last_core} for t in os.listdir(f"/proc/{pid}/task"))
@@ -135,22 +109,17 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
 
         (keeper,) = [p for p in psutil.Process().children() if "vllm_jetspecpp.draft_process.keeper" in p.cmdline()]
         assert len([r for r in caplog.records if "without drafts" in r.message]) == client.stats.restarts == 3
+        assert client.alive
         keeper.kill()  # and close amid the restart
+        wait_for(lambda: not client.alive, 10, "notice of the end")
         wait_for(lambda: not client.send(batch(40)) or client.receive() is None, 10, "the end of drafting")
     finally:
         os.sched_setaffinity(0, affinity)
         client.close()
         client.close()
-    assert not client.ready() and not client.send(batch(99))
+    assert not client.ready() and not client.send(batch(99)) and not client.alive
+    assert os.listdir(metrics) == [], "Ray added its own to them"
     assert_nothing_left(temp_dir)
-
-
-def ended(pid):
-    """Gone, or a zombie that init has not reaped yet."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def assert_replaced(client, pid, generation):

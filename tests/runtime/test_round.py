@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from tests.naive_round import NaiveRound
+from tests.naive_round import NaiveRound, simulate
 from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
-from vllm_jetspecpp.types import Origin, Outcome
+from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
 
 ROUNDS = [(5, 4, 0, 0), (7, 1, 1, 0), (7, 16, 1, 1), (3, 5, 3, 3), (7, 4, 3, 2), (1, 3, 2, 2)]
 
@@ -205,6 +207,26 @@ def test_a_new_request_sees_nothing_of_the_old_one(tiny: Tiny) -> None:
     for engine in (used, fresh):
         engine.work()
     assert cached(used, 0) == cached(fresh, 0)
+
+
+def test_a_cut_block_ends_where_it_was_cut(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last draft token handed out, any token may follow, that of the whole block too."""
+    room, config, tokens = 1, RoundConfig(5, 64, 0, 0), random_tokens(20, seed=4)
+    engine, states = tiny.engine(config), tiny.states(tokens[:-1])
+    plain, whole = NaiveRound(engine.nets, config, tokens, states), list[int]()
+    with torch.inference_mode():  # what the decoder thinks likeliest, so that its outcomes reach the cut
+        for position in range(len(tokens) - 1, len(tokens) + 4):
+            block = [tokens[-1], *whole]
+            log_probs, _ = simulate(engine.nets, block, list(range(len(tokens) - 1, position + 1)), plain.context())
+            whole.append(int(engine.nets.target.head_token_ids[log_probs[-1].argmax()]))
+    monkeypatch.setattr(engine, "_fallback", lambda missed: {0: DraftBlock(tuple(whole), (0.0,) * 5)})
+    message = dataclasses.replace(first_message(0, tokens, states), max_draft_tokens=room)
+    engine.answer(VerifiedBatch(0, (message,)))
+    engine.work()
+    with torch.inference_mode():
+        expected = plain.predraft(whole, num_verified=room)
+    assert {tuple(o): list(b) for o, b in cached(engine, 0).items()} == expected
+    assert Outcome(room, whole[room]) in cached(engine, 0)
 
 
 def test_drafts_end_at_the_room_given(tiny: Tiny) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.transport.ends import LOOPBACK, attach_here, verified, wait_attached
-from vllm_jetspecpp.transport import codec, tcp
+from vllm_jetspecpp.transport import admission, codec, tcp
 from vllm_jetspecpp.transport.base import TransportClosed
 from vllm_jetspecpp.transport.messages import Draft, DraftBatch, VerifiedBatch
 from vllm_jetspecpp.transport.tcp import TcpDraftEnd, TcpHandle, TcpWorkerEnd
@@ -38,7 +38,7 @@ def raw_peer(end, handle):
     with socket.create_connection((handle.host, handle.port)) as peer:
         thread = Thread(target=wait_attached, args=(end,))
         thread.start()
-        tcp._introduce(peer, bytes.fromhex(handle.secret), handle)
+        admission.introduce(peer, bytes.fromhex(handle.secret), "the worker")
         thread.join()
         yield peer
 
@@ -91,7 +91,7 @@ def test_the_secret_shows_nowhere(worker, monkeypatch):
             left = middle.accept()[0]
             right = socket.create_connection((handle.host, handle.port))
             for size, source, sink in ((32, right, left), (64, left, right), (32, right, left)):
-                data = tcp._read_exactly(source, size)
+                data = admission._read_exactly(source, size)
                 wire.extend(data)
                 sink.sendall(data)
 
@@ -114,7 +114,7 @@ def garbage(handle):
 def reflection(handle):
     """The worker's own words back: nonce for nonce, with no proof."""
     with socket.create_connection((handle.host, handle.port)) as peer:
-        nonce = tcp._read_exactly(peer, 32)
+        nonce = admission._read_exactly(peer, 32)
         peer.sendall(nonce + nonce)
         assert end_of(peer)
 
@@ -122,8 +122,8 @@ def reflection(handle):
 def other_role(handle):
     """A proof that only the worker may give, from one who knows the secret."""
     with socket.create_connection((handle.host, handle.port)) as peer:
-        nonce = tcp._read_exactly(peer, 32)
-        proof = hmac.digest(bytes.fromhex(handle.secret), tcp._WORKER_ROLE + nonce + nonce, "sha256")
+        nonce = admission._read_exactly(peer, 32)
+        proof = hmac.digest(bytes.fromhex(handle.secret), admission._WORKER_ROLE + nonce + nonce, "sha256")
         peer.sendall(nonce + proof)
         assert end_of(peer)
 
@@ -155,7 +155,7 @@ def end_of(peer):
 @pytest.mark.parametrize("knock", [wrong_secret, garbage, reflection, other_role, silence, message_at_once])
 def test_who_does_not_know_the_secret_is_dropped(worker, knock, monkeypatch, caplog):
     """And the right one still gets in."""
-    monkeypatch.setattr(tcp, "_GUEST_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "_GUEST_SECONDS", 0.3)
     handle = worker.handle.listen(LOOPBACK)
     with ThreadPoolExecutor(1) as pool:
         stranger = pool.submit(knock, handle)
@@ -171,8 +171,8 @@ def test_who_does_not_know_the_secret_is_dropped(worker, knock, monkeypatch, cap
 
 
 def test_many_strangers_do_not_keep_the_draft_process_out(worker, monkeypatch):
-    monkeypatch.setattr(tcp, "_GUEST_SECONDS", 0.3)
-    monkeypatch.setattr(tcp, "_MAX_GUESTS", 4)
+    monkeypatch.setattr(admission, "_GUEST_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "MAX_GUESTS", 4)
     handle = worker.handle.listen(LOOPBACK)
     strangers = [socket.create_connection((handle.host, handle.port)) for _ in range(4)]
     attach_here("tcp", worker, asdict(handle)).close()
@@ -187,7 +187,7 @@ def test_a_worker_that_does_not_know_the_secret_is_refused():
         def impostor():
             connection = server.accept()[0]
             connection.sendall(secrets.token_bytes(32))
-            proof = tcp._read_exactly(connection, 64)
+            proof = admission._read_exactly(connection, 64)
             connection.sendall(proof[32:])  # its own proof back
 
         Thread(target=impostor, daemon=True).start()

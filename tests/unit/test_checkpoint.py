@@ -14,7 +14,7 @@ from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.models.checkpoint import check_checkpoint, load_checkpoint, write_manifest
 from vllm_jetspecpp.models.target_layers import LayerConfig
-from vllm_jetspecpp.models.target_parts import load_target_config
+from vllm_jetspecpp.models.target_parts import load_target_config, resolve_folder
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,20 @@ def test_what_was_saved_is_loaded(target: Path, checkpoint: Path) -> None:
     parts = load_checkpoint(info, LayerConfig.from_hf(hf_config), torch.float32, "cpu")
     assert parts.head_token_ids.shape == (100,)
     assert not any(p.is_meta for p in parts.draft_model.parameters())
+
+
+def test_a_target_of_the_hub_is_the_revision_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network, from a cache in the hub's layout."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--tiny"
+    for ref, commit in (("main", "a" * 40), ("tested", "b" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / ref).write_text(commit)
+    for revision, commit in ((None, "a"), ("tested", "b"), ("b" * 40, "b")):
+        folder = resolve_folder("owner/tiny", revision, str(tmp_path))
+        assert folder == repository / "snapshots" / (commit * 40)
+    assert resolve_folder(str(tmp_path), "tested") == tmp_path
 
 
 BAD: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {

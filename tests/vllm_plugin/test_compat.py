@@ -13,7 +13,15 @@ NAME = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
 
 def test_this_vllm_has_everything() -> None:
-    assert compat.check(("config", "worker", "cpu")) == []
+    assert compat.check(("config", "metrics", "worker", "cpu", "v2", "v2_cpu")) == []
+
+
+def test_symbols_of_the_v2_runner_are_asked_for_with_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {"config", "metrics", "worker", "cpu"}
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert {symbol.scope for symbol in compat.needed_here()} == without
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert {symbol.scope for symbol in compat.needed_here()} == without | {"v2", "v2_cpu"}
 
 
 def test_missing_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

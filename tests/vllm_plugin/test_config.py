@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import vllm.triton_utils
+from safetensors.torch import load_file, save_file
 from vllm.config import ParallelConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -17,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import make_tiny_llama
 from vllm_jetspecpp.vllm_plugin import environment, placement
-from vllm_jetspecpp.vllm_plugin.config import CPU_WORKER, JetSpecConfig
+from vllm_jetspecpp.vllm_plugin.config import CPU_WORKER, V2_RUNNER, JetSpecConfig
 
 Create = Callable[..., Any]
 OWN_ENGINE = {"draft_engine": "tests.engines.EchoEngine", "num_speculative_tokens": 7, "model": "anything"}
@@ -104,6 +109,14 @@ def test_a_short_trained_length_becomes_a_window(
     assert create(method(model=str(made_for.folder), draft_window=60)).draft_window == 60
 
 
+def test_vllm_drops_a_schedule_beside_data_parallelism(target: Path) -> None:
+    """Its own rule, for every method."""
+    options = method(**OWN_ENGINE, num_speculative_tokens_per_batch_size=[(1, 4, 3)])
+    args = EngineArgs(model=str(target), skip_tokenizer_init=True, speculative_config=options, data_parallel_size=2)
+    assert args.create_engine_config().speculative_config.num_speculative_tokens_per_batch_size is None
+    environment.release()
+
+
 def test_survives_pickling_and_replace(create: Create, checkpoint: Path) -> None:
     from vllm.config.utils import replace
 
@@ -130,6 +143,7 @@ def test_engine_config(target: Path) -> None:
         dtype="float32",
         max_model_len=128,
         max_num_seqs=3,
+        download_dir="/models",
         speculative_config=method(**OWN_ENGINE, draft_resources={"num_cpus": 1, "drafting": 1}),
     )
     vllm_config = args.create_engine_config()
@@ -138,6 +152,7 @@ def test_engine_config(target: Path) -> None:
     assert (engine.target, engine.num_slots, engine.max_model_len) == (str(target), 3, 128)
     assert (engine.dtype, engine.device, engine.num_threads) == ("float32", "cpu", 1)
     assert (engine.prefix_store_bytes, engine.window) == (256 << 20, None)
+    assert (engine.target_revision, engine.download_dir) == (None, "/models")
     assert spec.placement_config.draft_resources == {"num_cpus": 1, "drafting": 1}
     assert not vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
 
@@ -164,6 +179,7 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
     ("options", "message"),
     [
         ({"num_outcome": 2}, "unknown option 'num_outcome' (did you mean 'num_outcomes'?); allowed: context_refreshes"),
+        ({"metrics_directory": "/tmp"}, "unknown option 'metrics_directory'"),
         ({"parallel_drafting": True}, "'parallel_drafting' has no meaning for method 'jetspecpp'"),
         ({"prompt_lookup_max": 3}, "'prompt_lookup_max' has no meaning"),
         ({"rejection_sample_method": "synthetic"}, "'rejection_sample_method' has no meaning"),
@@ -176,6 +192,11 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
         ),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: Input should be greater than 0, got 0"),
         ({"num_speculative_tokens": 64}, "num_speculative_tokens must be an integer from 1 to 63, got 64"),
+        (
+            {"num_speculative_tokens_per_batch_size": [[2, 4, 1]]},
+            "num_speculative_tokens_per_batch_size [(2, 4, 1)]: The first batch-size range must start at 1",
+        ),
+        ({"num_speculative_tokens_per_batch_size": [[1, 4, -1]]}, "values must be >= 0"),
         ({"transport": "pigeon"}, "transport must be one of 'shared_memory', 'tcp', 'local', got 'pigeon'"),
         ({"ray_address": "ray://head:10001"}, "ray_address must be the HOST:PORT of a cluster, or 'local', got 'ray:"),
         ({**ELSEWHERE, "draft_cores": 2}, "draft_cores must be distinct core ids of the node that draft_resources"),
@@ -234,9 +255,133 @@ def test_refused_checkpoints(create: Create, checkpoint: Path, tmp_path: Path) -
     check_refusal(lambda: create(conformal), "selection 'conformal' needs calibration/thresholds.json")
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "prefill_context_parallel_size"])
 def test_refused_parallelism(create: Create, name: str) -> None:
     check_refusal(lambda: create(method(**OWN_ENGINE), parallel={name: 2}), f"needs {name} 1, got 2")
+
+
+def test_refused_context_parallelism_of_decoding(create: Create) -> None:
+    parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    check_refusal(
+        lambda: create(method(**OWN_ENGINE), parallel=parallel), "needs decode_context_parallel_size 1, got 2"
+    )
+
+
+def test_refused_data_parallelism_of_experts(
+    create: Create, model_configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(model_configs["target"]), "is_moe", True)
+    parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    check_refusal(
+        lambda: create(method(**OWN_ENGINE), parallel=parallel), "needs data_parallel_size 1 for a mixture of experts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_expert_parallel": True}, "Number of experts in the model must be greater than 0"),
+        ({"enable_sleep_mode": True}, "Sleep mode is not supported on current platform"),
+    ],
+)
+def test_refused_by_vllm_itself(target: Path, options: dict[str, Any], message: str) -> None:
+    """A dense target has no experts, and sleep mode needs a GPU."""
+    args = EngineArgs(model=str(target), skip_tokenizer_init=True, speculative_config=method(**OWN_ENGINE), **options)
+    with pytest.raises(ValueError, match=message):
+        args.create_engine_config()
+    environment.release()
+
+
+def changed_copy(folder: Path, copy: Path, config: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A target like that in ``folder`` with other entries in its config and other tensors."""
+    shutil.copytree(folder, copy)
+    values = json.loads((copy / "config.json").read_text()) | config
+    (copy / "config.json").write_text(json.dumps(values))
+    weights = load_file(copy / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+def to_int8(weights: dict[str, Any]) -> None:
+    name = "model.layers.7.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.int8)
+
+
+def pack(weights: dict[str, Any]) -> None:
+    weights["model.layers.7.mlp.up_proj.qweight"] = weights.pop("model.layers.7.mlp.up_proj.weight").to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}},
+            pack,
+            "can't read the weights of a quantized target (awq)",
+        ),
+        ({}, pack, "has no tensor 'model.layers.7.mlp.up_proj.weight', which the draft process needs"),
+        ({}, to_int8, "is I8; it must be one of F64, F32, F16, BF16"),
+        ({}, lambda weights: weights.pop("lm_head.weight"), "has no tensor 'lm_head.weight'"),
+    ],
+)
+def test_refused_weights(
+    target: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    config: dict[str, Any],
+    change: Callable[[dict[str, Any]], Any],
+    message: str,
+) -> None:
+    """What the draft process could not cut out of the target's files; before anything loads."""
+    changed = changed_copy(target, tmp_path / "target", config, change)
+    options = method(model=str(checkpoint))
+    args = EngineArgs(model=str(changed), skip_tokenizer_init=True, dtype="float16", speculative_config=options)
+    check_refusal(args.create_engine_config, message)
+    environment.release()
+
+
+def test_refused_files(target: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Weights of tensorizer, sharded_state, PyTorch's own and others are not in safetensors files under these names."""
+    shutil.copytree(target, tmp_path / "target")
+    (tmp_path / "target/model.safetensors").rename(tmp_path / "target/model.tensors")
+    options = method(model=str(checkpoint))
+    args = EngineArgs(model=str(tmp_path / "target"), skip_tokenizer_init=True, speculative_config=options)
+    check_refusal(args.create_engine_config, "reads the target from safetensors files")
+    environment.release()
+
+
+def test_refused_sources_of_weights(
+    create: Create, checkpoint: Path, model_configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = method(model=str(checkpoint))
+    check_refusal(lambda: create(ours, load_format="dummy"), "load_format 'dummy' makes random ones")
+    assert create(method(**OWN_ENGINE), load_format="dummy")  # an engine of the user's need not read the target
+    config = model_configs["target"]
+    monkeypatch.setattr(config, "model_weights", "s3://bucket/target")
+    check_refusal(lambda: create(ours), "needs a target in a folder or on the hub, got 's3://bucket/target'")
+    monkeypatch.setattr(config, "model_weights", "")
+    from vllm_jetspecpp.vllm_plugin.target_checks import check_weights
+
+    monkeypatch.setattr(config, "model", "owner/name")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    check_refusal(lambda: check_weights(config, 5), "finds no target on ModelScope: give its folder, got 'owner/name'")
+
+
+def test_each_engine_takes_its_share(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an engine core has made itself the only one, as vLLM's do for dense models."""
+    monkeypatch.setattr(placement, "_usable_nodes", lambda: [[0, 1, 2, 3]])
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    parallel = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    config = create(method(**OWN_ENGINE), parallel=parallel)
+    assert config.draft_cores == [2, 3] and os.environ[placement.BIND] == "0|1"
+    shares = []
+    for rank in range(2):
+        own = pickle.loads(pickle.dumps(config))
+        own.target_parallel_config.data_parallel_rank_local = rank
+        own.target_parallel_config.reconfigure_for_independent_dp_rank()
+        shares.append((own.placement_config.draft_cores, own.engine_device))
+    assert shares == [((2,), "cpu"), ((3,), "cpu")]
 
 
 def test_refused_targets_and_engines(
@@ -245,13 +390,37 @@ def test_refused_targets_and_engines(
     own = method(**OWN_ENGINE)
     check_refusal(lambda: create(own, parallel={"worker_cls": "my.Worker"}), "'my.Worker' conflicts with it")
     check_refusal(lambda: create(own, async_scheduling=True), "does not support async scheduling")
+    check_refusal(lambda: create(own, logits_processors=["my.Processor"]), "remove --logits-processors, got ['my.")
+    enforcer = {"backend": "lm-format-enforcer"}
+    check_refusal(lambda: create(own, structured_outputs_config=enforcer), "'lm-format-enforcer' cannot take drafts")
     monkeypatch.setattr(model_configs["target"], "max_model_len", 7)
     check_refusal(lambda: create(own), "num_speculative_tokens must be less than max_model_len 7, got 7")
     monkeypatch.setattr(model_configs["target"], "multimodal_config", object())
     check_refusal(lambda: create(own), "does not support multimodal targets")
     monkeypatch.undo()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_refusal(lambda: create(own), "needs vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER, got '1'")
+
+
+def test_choice_of_model_runner(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = method(**OWN_ENGINE)
+    monkeypatch.delenv(V2_RUNNER, raising=False)
+    create(own)
+    assert os.environ[V2_RUNNER] == "0"
+    environment.release()
+    monkeypatch.setenv(V2_RUNNER, "yes")
+    check_refusal(lambda: create(own), "VLLM_USE_V2_MODEL_RUNNER must be 0 or 1, got 'yes'")
+    monkeypatch.setenv(V2_RUNNER, "1")
+    check_refusal(lambda: create(own), "VLLM_USE_V2_MODEL_RUNNER=1 needs Triton with a backend for this machine")
+    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", True)
+    create(own)
+    assert os.environ[V2_RUNNER] == "1"
+
+
+@pytest.mark.usefixtures("create")  # gives the environment back
+def test_vllm_does_not_choose_async_scheduling(model_configs: dict[str, Any]) -> None:
+    args = EngineArgs(model=model_configs["target"].model, speculative_config=method(**OWN_ENGINE))
+    assert args.async_scheduling is None
+    args.create_speculative_config(model_configs["target"], ParallelConfig())
+    assert args.async_scheduling is False
 
 
 def test_flags(create: Create, checkpoint: Path) -> None:
@@ -279,7 +448,7 @@ def test_other_methods_are_vllms_own(create: Create) -> None:
 
 def test_environment_is_given_back(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(placement.BIND, raising=False)
-    monkeypatch.setattr(placement, "_usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(placement, "_usable_nodes", lambda: [[0, 1, 2, 3]])
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     create(method(**OWN_ENGINE))
     assert os.environ[placement.BIND] == "0,1,2" and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"

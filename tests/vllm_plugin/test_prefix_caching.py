@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.demo_model import CHECKPOINT, TARGET, require_demo_model
 from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import make_tiny_llama
 from tests.vllm_plugin.conftest import generate, running_engine, worker_of
@@ -21,6 +22,18 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(128, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+INSTRUCTION = (
+    "You are a patient teacher of mathematics. Read the question twice, name what is asked for, then calculate step by "
+    "step, one line for each step, and give the units with every number. Check the result by calculating backwards. If "
+    "something is missing in the question, say so and make a sensible assumption. Close with one short sentence that "
+    "starts with the words 'The answer is' and holds the number alone, so that a reader finds it at once."
+)
+QUESTIONS = (
+    "A baker sells 12 loaves an hour. How many loaves are sold in a day of 8 hours?",
+    "A train travels 60 miles an hour for two and a half hours. How far does it go?",
+    "Tom has 3 boxes of 24 pencils and gives 10 away. How many are left?",
+    "A shirt costs 20 dollars and is reduced by a quarter. What is the new price?",
+)
 LONG = tokens(150, 1)
 PROMPTS = {
     "repeated": [LONG],
@@ -143,3 +156,29 @@ def test_cache_salt_and_small_store(llm: Any) -> None:
     for seed in range(30, 60):
         generate(llm, [tokens(100, seed)], max_tokens=2)
     assert len(store) <= store.capacity
+
+
+def test_the_shipped_checkpoint_with_a_warm_cache() -> None:
+    """SmolLM2 in float32, real questions behind a long instruction: acceptance warm within 2 % of cold."""
+    from transformers import AutoTokenizer
+
+    require_demo_model()
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in QUESTIONS
+    ]
+    options = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7, "transport": "local"}
+    with running_engine(
+        TARGET, enable_prefix_caching=True, block_size=BLOCK, max_model_len=512, speculative_config=options
+    ) as llm:
+        cold_outputs, cold = run(llm, prompts)
+        warm_outputs, warm = run(llm, prompts)
+    assert warm_outputs == cold_outputs and min(map(len, prompts)) > 3 * BLOCK
+    print(f"acceptance length {cold['acceptance_length']:.3f} cold, {warm['acceptance_length']:.3f} warm")
+    assert cold["acceptance_length"] > 1.5 and warm["missing_positions"] == 0
+    assert warm["acceptance_length"] == pytest.approx(cold["acceptance_length"], rel=0.02)

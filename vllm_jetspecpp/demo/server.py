@@ -127,7 +127,7 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=30) as response:
                 results: list[Any] = json.load(response)["results"]
-        except urllib.error.URLError as error:
+        except (urllib.error.URLError, TimeoutError) as error:
             raise ServerError(f"the worker's counters cannot be read: {error}; {explain(self.log)}") from error
         counters = next((result for result in results if result), None)
         if counters is None:

@@ -38,6 +38,10 @@ class DraftClient(Protocol):
     def stats(self) -> ClientStats:
         """Counters, up to date."""
 
+    @property
+    def alive(self) -> bool:
+        """Whether a draft process runs now, known without a step; for other threads than the worker's too."""
+
     def ready(self) -> bool:
         """Whether there is a draft process now. One that has just started knows nothing: see ``generation``."""
 
@@ -61,6 +65,7 @@ class LocalDraftClient:
         self._end: WorkerEnd = LocalEnd(resolve_class(engine.engine, "engine")(engine))
         self._awaited: int | None = None
         self.generation = 1
+        self.alive = True
         self.stats = ClientStats()
 
     def ready(self) -> bool:
@@ -118,6 +123,11 @@ class RayDraftClient:
         """See :class:`DraftClient`."""
         self._stats.restarts = self._supervisor.restarts
         return self._stats
+
+    @property
+    def alive(self) -> bool:
+        """See :class:`DraftClient`."""
+        return self._supervisor.alive
 
     def wait_started(self, timeout: float | None = None) -> None:
         """See :class:`DraftClient`; without a ``timeout`` (seconds) until the start succeeded or failed.

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm_jetspecpp.draft_process.placement import PlacementConfig, device_inside
 from vllm_jetspecpp.draft_process.ray_actor import DraftActor
-from vllm_jetspecpp.draft_process.sweep import sweep
+from vllm_jetspecpp.draft_process.sweep import sweep, sweep_after_me
 from vllm_jetspecpp.transport.processes import publish
 
 NAMESPACE = "vllm_jetspecpp"
@@ -35,6 +35,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Ray prints must not mix with the report
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
     job = json.loads(sys.stdin.readline())
+    sweep_after_me(job["directory"])
     try:
         reason = keep(job)
     except Exception as error:
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def keep(job: dict[str, Any]) -> str | None:
-    """Run one draft process to its end; returns why it ended, None when the worker wanted it or is gone.
+    """Run one draft process to its end; returns why it ended, None when the worker ended it or is gone.
 
     Args:
         job: ``engine``, ``handle`` and ``placement`` as dicts, ``transport`` and the descriptors ``inherited`` for it,
@@ -208,7 +209,7 @@ def _run_actor(job: dict[str, Any], placement: PlacementConfig, group: Any, work
             pass
         if ended:
             ray.get(serving)
-        return None if worker.wants_end(0) else "it left although the worker is there"
+        return None  # it returns when the worker closed the connection, and the worker knows why it did
     except ray.exceptions.RayActorError:
         return f"process {pid} was killed or crashed" + ("" if node == here else f", or its node {node} was lost")
     finally:

@@ -65,6 +65,8 @@ class Supervisor:
         self._first_start = threading.Event()
         self._first_error: str | None = None
         self.restarts = 0
+        self.alive = False
+        """Whether a draft process is attached and neither ended nor given up."""
         self._thread = threading.Thread(target=self._run, name="jetspecpp-supervisor", daemon=True)
         self._thread.start()
 
@@ -111,7 +113,9 @@ class Supervisor:
                 return
             if time.monotonic() - began > _STEADY:
                 delay = FIRST_DELAY
-            logger.warning("draft process: %s. Requests go on without drafts; next start in %g s.", reason, delay)
+            logger.warning(
+                "draft process: %s. Requests go on without drafts; next start in %g s.", reason.rstrip(". "), delay
+            )
             self._stopping.wait(delay)
             delay = min(2 * delay, MAX_DELAY)
             self.restarts += 1
@@ -121,14 +125,16 @@ class Supervisor:
         end = make_worker_end(self._transport, self._reply_timeout)
         try:
             keeper = _Keeper(self._job(end))
-        except OSError:
+        except Exception:
             end.close()
             raise
         reason = self._wait_attached(keeper, end)
         if reason is None:
             self._new = end
+            self.alive = True
             self._first_start.set()
             reason = self._watch(keeper, end)
+            self.alive = False
             end_is_ours = self.take() is not None  # nobody took it
         else:
             end_is_ours = True
@@ -175,8 +181,8 @@ class _Keeper:
 
     def __init__(self, job: dict[str, Any]) -> None:
         sweep_abandoned(tempfile.gettempdir())
-        self._directory, self._lock = make_directory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _remove
+        self._directory, self._lock = make_directory()
         try:
             self._process = self._start(None if job["placement"]["log_to_driver"] else self._output, job["inherited"])
         except OSError:
@@ -239,8 +245,11 @@ class _Keeper:
 
 
 def _keeper_environment() -> dict[str, str]:
-    """The worker's, without what vLLM set for its own threads, and with its module path."""
-    dropped = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    """The worker's, without what vLLM set for its own threads and metrics (Ray would add its own to those of a server
+    with several API servers), and with its module path.
+    """
+    threads = ("LD_PRELOAD", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_NUM_THREADS", "OMP_PROC_BIND")
+    dropped = (*threads, "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**environment, "PYTHONPATH": module_path()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import shutil
 import signal
 import tempfile
@@ -56,6 +57,32 @@ def sweep(directory: str, spare: set[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_after_me(directory: str) -> None:
+    """Have ``directory`` swept when this process has ended, even if it is killed together with all its descendants.
+
+    That is what ``vllm serve`` does at Ctrl-C: it kills its engine's process tree, and whoever would clean up is in it.
+    So a forked process leaves the tree and waits. To be called while this process has one thread.
+    """
+    ended = os.pidfd_open(os.getpid())
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        os.close(ended)
+        return
+    try:
+        os.setsid()
+        if not os.fork():  # its parent ends now, so it is in nobody's tree
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor != ended:  # the worker waits for the end of our pipes
+                    with contextlib.suppress(OSError):
+                        os.close(descriptor)
+            os.chdir("/")
+            select.select([ended], [], [])
+            sweep(directory, spare={os.getpid()})
+    finally:
+        os._exit(0)
 
 
 def ray_processes(directory: str) -> set[int]:

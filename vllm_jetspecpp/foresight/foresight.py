@@ -198,12 +198,20 @@ def draft_verified(
     return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes, replacement).drafts()
 
 
-def foresee(nets: Networks, selector: OutcomeSelector, prefix: Prefix, block: Tensor, confidence: Tensor) -> Foresight:
+def foresee(
+    nets: Networks,
+    selector: OutcomeSelector,
+    prefix: Prefix,
+    block: Tensor,
+    confidence: Tensor,
+    num_verified: Tensor | None = None,
+) -> Foresight:
     """Predict the states of the block under verification, score its outcomes, choose B (Eqs. 5 to 7 and 12).
 
     Args:
         block: [rows, T] int64, anchor and draft tokens under verification.
         confidence: [rows, γ], see :class:`Blocks`.
+        num_verified: [rows] int64, draft tokens that are really verified where a block was cut; None: all γ.
     """
     masks = BranchMasks(1, block.shape[1], block.device)
     start = torch.zeros_like(block[:, :1])
@@ -211,7 +219,11 @@ def foresee(nets: Networks, selector: OutcomeSelector, prefix: Prefix, block: Te
     positions = prefix.anchor.unsqueeze(-1) + masks.position
     simulation = simulate_verification(nets, block, positions, prefix.context, mask)
     log_probs = nets.target.logits(simulation.hidden).float().log_softmax(-1)
-    return Foresight(log_probs, simulation.context, selector(log_probs, nets.token_rows[block[:, 1:]], confidence))
+    drafts = nets.token_rows[block[:, 1:]]
+    if num_verified is not None:
+        # After a cut block's last draft token the target says a token of its own, any token: as after γ.
+        drafts = drafts.masked_fill(masks.position[:-1] >= num_verified.unsqueeze(-1), -1)
+    return Foresight(log_probs, simulation.context, selector(log_probs, drafts, confidence))
 
 
 def draft_outcomes(
@@ -234,10 +246,16 @@ def draft_outcomes(
 
 
 def predraft(
-    nets: Networks, config: RoundConfig, selector: OutcomeSelector, prefix: Prefix, block: Tensor, confidence: Tensor
+    nets: Networks,
+    config: RoundConfig,
+    selector: OutcomeSelector,
+    prefix: Prefix,
+    block: Tensor,
+    confidence: Tensor,
+    num_verified: Tensor | None = None,
 ) -> PreDrafts:
-    """The whole round while ``block`` [rows, T] is under verification; ``confidence`` as in :func:`foresee`."""
-    foresight = foresee(nets, selector, prefix, block, confidence)
+    """The whole round while ``block`` [rows, T] is under verification; arguments as in :func:`foresee`."""
+    foresight = foresee(nets, selector, prefix, block, confidence, num_verified)
     outcomes = foresight.outcomes
     drafts = draft_outcomes(nets, config, prefix, foresight, outcomes)
     return PreDrafts(outcomes, nets.target.head_token_ids[outcomes.bonus], drafts)

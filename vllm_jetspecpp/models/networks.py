@@ -56,7 +56,7 @@ def load_networks(config: EngineConfig) -> tuple[Networks, CheckpointInfo]:
     Raises:
         ValueError: the checkpoint does not fit the target.
     """
-    folder = resolve_folder(config.target)
+    folder = resolve_folder(config.target, config.target_revision, config.download_dir)
     hf_config = load_target_config(folder)
     info = check_checkpoint(config.checkpoint, hf_config)
     dtype, layer_config = getattr(torch, config.dtype), LayerConfig.from_hf(hf_config)

@@ -16,15 +16,19 @@ from vllm_jetspecpp.models.decoder import Decoder
 from vllm_jetspecpp.models.json_files import read_json, require
 from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of tensors, as safetensors names them."""
 
-def resolve_folder(target: str) -> Path:
+
+def resolve_folder(target: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Folder of the target's files: ``target`` itself, or what the Hugging Face hub's cache or server gives for it."""
     path = Path(target)
     if path.is_dir():
         return path
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(target, allow_patterns=["*.json", "*.safetensors"]))
+    patterns = ["*.json", "*.safetensors"]
+    return Path(snapshot_download(target, revision=revision, cache_dir=download_dir, allow_patterns=patterns))
 
 
 class TargetWeights:
@@ -58,6 +62,11 @@ class TargetWeights:
             raise ValueError(f"the target has no tensor {name!r}")
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name)
+
+    def dtype(self, name: str) -> str:
+        """Type of one tensor, by its file's header."""
+        with safe_open(self._files[name], "pt") as file:
+            return str(file.get_slice(name).get_dtype())
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """State dict of decoder layer ``layer``, names as in :class:`TransformerLayer`."""
@@ -100,6 +109,35 @@ def load_target_config(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
 
 
+def check_target_weights(folder: Path, deepest_tap: int, hf_config: Any) -> None:
+    """Check that the draft process can read all it needs of the target, by names and types alone.
+
+    Raises:
+        ValueError: one line: the target is quantized, or a tensor is not where it should be.
+    """
+    quantization = getattr(hf_config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise ValueError(f"the draft process can't read the weights of a quantized target ({method}): {folder}")
+    try:
+        weights = TargetWeights(folder)
+    except FileNotFoundError as error:
+        raise ValueError(f"the draft process reads the target from safetensors files: {error}") from None
+    text_config = hf_config.get_text_config()
+    with torch.device("meta"):
+        layer_names = list(TransformerLayer(LayerConfig.from_hf(text_config)).state_dict())
+    layers = range(deepest_tap + 1, text_config.num_hidden_layers)
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"model.layers.{layer}.{name}" for layer in layers for name in layer_names]
+    names += [] if text_config.tie_word_embeddings else ["lm_head.weight"]
+    for name in names:
+        if name not in weights:
+            raise ValueError(f"the target in {folder} has no tensor {name!r}, which the draft process needs")
+        if weights.dtype(name) not in FLOATS:
+            kinds = ", ".join(FLOATS)
+            raise ValueError(f"{name!r} of the target in {folder} is {weights.dtype(name)}; it must be one of {kinds}")
+
+
 @torch.no_grad()
 def load_target_parts(
     folder: Path,
@@ -117,6 +155,7 @@ def load_target_parts(
         max_positions: positions of the rotary table.
     """
     hf_config = load_target_config(folder)
+    check_target_weights(folder, deepest_tap, hf_config)
     config = LayerConfig.from_hf(hf_config)
     weights = TargetWeights(folder)
     with torch.device("meta"):
@@ -124,7 +163,7 @@ def load_target_parts(
     for offset, layer in enumerate(decoder.layers):
         _assign(layer, weights.layer_state(deepest_tap + 1 + offset), f"target layer {deepest_tap + 1 + offset}")
     _assign(decoder.norm, {"weight": weights.tensor("model.norm.weight")}, "the target's last norm")
-    head = weights.lm_head()
+    head = weights.embedding() if hf_config.tie_word_embeddings else weights.lm_head()
     ids = torch.arange(head.shape[0]) if head_token_ids is None else head_token_ids.long()
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= head.shape[0]:

@@ -29,10 +29,14 @@ class CachedPrefixes:
         if self.store is not None:
             self.store.drop(batch.overwritten)
 
-    def restore(self, request: Verified) -> None:
-        """Give positions before the message's own states those that the store has, where they have none yet."""
+    def restore(self, request: Verified) -> bool:
+        """Give positions before the message's own states those that the store has, where they have none yet.
+
+        Returns:
+            Whether the store had all that were wanted.
+        """
         if self.store is None or not request.block_ids:
-            return
+            return True
         slot, size, tokens = request.slot, self.store.block_size, self.history.tokens(request.slot)
         end = min(request.first_block + len(request.block_ids), min(request.state_start, len(tokens)) // size)
         blocks = [
@@ -41,9 +45,11 @@ class CachedPrefixes:
             if not self.history.have_states(slot, block * size, (block + 1) * size).any()
         ]
         ids = [request.block_ids[block - request.first_block] for block in blocks]
-        for block in self.store.restore(slot, blocks, ids, tokens):
+        found = self.store.restore(slot, blocks, ids, tokens)
+        for block in found:
             self.history.set_states(slot, block * size, size)
             self.states.mark(slot, block * size, (block + 1) * size)
+        return len(found) == len(blocks)
 
     def save(self, requests: Iterable[Verified]) -> None:
         """Keep every block that these messages, committed by now, have completed; drop those they have begun."""

@@ -39,6 +39,8 @@ class UnderVerification:
     slot: int
     anchor_position: int
     block: DraftBlock  # all its drafts, even where fewer were handed out
+    num_verified: int
+    """Tokens handed out."""
 
 
 class DraftEngine:
@@ -84,7 +86,7 @@ class DraftEngine:
             self._commit()
             origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
             blocks |= self._fallback(missed)
-        self._next = [UnderVerification(r.slot, r.anchor_position, blocks[r.slot]) for r in wanting]
+        self._next = [self._under_verification(r, blocks[r.slot]) for r in wanting]
         self._under |= {under.slot: under for under in self._next}
         drafts = [
             Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot], self._num_missing(r))
@@ -100,14 +102,31 @@ class DraftEngine:
         self.prefixes.overwritten(batch)
         for slot in batch.released:
             self._forget(slot)
+        waiting: list[Verified] = []
         for request in batch.requests:
             if request.reset:
                 self._forget(request.slot)
             self.states.set_tokens(request.slot, request.token_start, request.tokens)
             self.history.set_tokens(request.slot, request.token_start, request.tokens)
-            self.prefixes.restore(request)
+            if not self.prefixes.restore(request):
+                waiting.append(request)
             self.history.set_states(request.slot, request.state_start, len(request.states))
         self._uncommitted = self._unsaved = batch.requests
+        if waiting and len(batch.requests) > 1:
+            self._commit_in_turn(waiting)
+
+    def _commit_in_turn(self, waiting: list[Verified]) -> None:
+        """Commit a message some of whose requests have a prefix that others of it compute in this very step."""
+        slots = {request.slot for request in waiting}
+        ready = [request for request in self._uncommitted if request.slot not in slots]
+        while ready or waiting:
+            turn = self._uncommitted = tuple(ready or waiting[:1])  # nobody ready: the first one's prefix is not known
+            self._commit()
+            self.prefixes.save(turn)
+            slots = {request.slot for request in turn}
+            waiting = [request for request in waiting if request.slot not in slots]
+            ready = [request for request in waiting if self.prefixes.restore(request)]
+        self._unsaved = ()
 
     @torch.inference_mode()
     def work(self) -> None:
@@ -132,7 +151,9 @@ class DraftEngine:
     def _foresee_and_draft(
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
-        self._store(under, predraft(self.nets, self.config.round, self.selector, prefix, block, confidence))
+        num_verified = torch.tensor([u.num_verified for u in under], device=block.device)
+        made = predraft(self.nets, self.config.round, self.selector, prefix, block, confidence, num_verified)
+        self._store(under, made)
 
     def _forget(self, slot: int) -> None:
         self.cache.forget(slot)
@@ -161,6 +182,11 @@ class DraftEngine:
         if not k + 1 < len(tokens) or tokens[k] != bonus_token:
             return None
         return DraftBlock(tokens[k + 1 :], confidence[k + 1 :])
+
+    @staticmethod
+    def _under_verification(request: Verified, block: DraftBlock) -> UnderVerification:
+        num_verified = min(len(block.tokens), request.max_draft_tokens)
+        return UnderVerification(request.slot, request.anchor_position, block, num_verified)
 
     def _num_missing(self, request: Verified) -> int:
         return self.history.num_missing(request.slot, request.anchor_position)

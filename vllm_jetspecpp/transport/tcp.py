@@ -1,9 +1,9 @@
 """Worker and draft process on two hosts: one TCP connection, on which each end proves that it knows a secret.
 
 The worker makes socket and secret; its keeper binds the socket to the address of the worker's Ray node, and Ray hands
-address and secret to the draft process. Whoever connects gets a nonce and must answer with one of its own and an HMAC
-over both; the worker then proves itself alike. The secret never crosses the connection, no message is read before, and
-from then on nobody can connect. Messages are not encrypted: like Ray's own traffic they belong on a private network.
+address and secret to the draft process. Each end proves to the other that it knows the secret (``admission.py``), no
+message is read before, and from then on nobody can connect. Messages are not encrypted: like Ray's own traffic they
+belong on a private network.
 
 A message is its length, eight bytes in network order, and the bytes of ``codec.py``.
 """
@@ -11,9 +11,6 @@ A message is its length, eight bytes in network order, and the bytes of ``codec.
 from __future__ import annotations
 
 import contextlib
-import errno
-import hmac
-import logging
 import os
 import secrets
 import select
@@ -25,23 +22,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_jetspecpp.transport import codec
+from vllm_jetspecpp.transport.admission import MAX_GUESTS, SECRET_BYTES, Door, introduce
 from vllm_jetspecpp.transport.base import TransportClosed
 from vllm_jetspecpp.transport.messages import DraftBatch, VerifiedBatch
 from vllm_jetspecpp.transport.split import split_batch
 
-logger = logging.getLogger(__name__)
-
 MAX_TO_DRAFT_BYTES = 32 << 20
 MAX_TO_WORKER_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 30.0
-"""For the draft process; the worker drops whoever does not answer in ``_GUEST_SECONDS``."""
+"""For the draft process; the worker drops sooner who does not answer."""
 
 _LENGTH = struct.Struct("!q")
-_NONCE_BYTES = _SECRET_BYTES = 32
-_PROOF_BYTES = 32  # of SHA-256
-_DRAFT_ROLE, _WORKER_ROLE = b"vllm_jetspecpp draft process", b"vllm_jetspecpp worker"
-_MAX_GUESTS = 64
-_GUEST_SECONDS = 5.0
 # A host that vanished says nothing: idle connections are probed, and data it never took ends the connection.
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 60_000}
 
@@ -67,7 +58,7 @@ class TcpListener:
                     f"transport tcp listens on the address of the worker's Ray node, which must be an IPv4 address of "
                     f"this machine, got {host} ({error})"
                 ) from error
-            listener.listen(_MAX_GUESTS)
+            listener.listen(MAX_GUESTS)
             return TcpHandle(host, listener.getsockname()[1], self.secret)
 
 
@@ -90,8 +81,8 @@ class TcpWorkerEnd:
     """
 
     def __init__(self, send_timeout: float = 5.0, max_bytes: int = MAX_TO_DRAFT_BYTES) -> None:
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        self._door: _Door | None = _Door(secret)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._door: Door | None = Door(secret)
         self.handle = TcpListener(self._door.fd, secret.hex())
         self._stream: _Stream | None = None
         self._send_timeout = send_timeout
@@ -161,7 +152,7 @@ class TcpDraftEnd:
         except OSError as error:
             raise TransportClosed(f"no worker at {handle.host}:{handle.port} ({error})") from error
         try:
-            _introduce(connection, bytes.fromhex(handle.secret), handle)
+            introduce(connection, bytes.fromhex(handle.secret), f"{handle.host}:{handle.port}")
             self._stream = _Stream(connection, MAX_TO_DRAFT_BYTES)
         except BaseException:
             connection.close()
@@ -179,125 +170,6 @@ class TcpDraftEnd:
     def close(self) -> None:
         """Close the connection."""
         self._stream.close()
-
-
-def _proof(secret: bytes, role: bytes, worker_nonce: bytes, draft_nonce: bytes) -> bytes:
-    """What only one who knows the secret can say; the role keeps an end from being answered with its own words."""
-    return hmac.digest(secret, role + worker_nonce + draft_nonce, "sha256")
-
-
-def _introduce(connection: socket.socket, secret: bytes, handle: TcpHandle) -> None:
-    """The draft process's half of the handshake."""
-    where = f"{handle.host}:{handle.port}"
-    try:
-        worker_nonce = _read_exactly(connection, _NONCE_BYTES)
-        draft_nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(draft_nonce + _proof(secret, _DRAFT_ROLE, worker_nonce, draft_nonce))
-        answer = _read_exactly(connection, _PROOF_BYTES)
-    except OSError as error:
-        raise TransportClosed(f"the worker at {where} did not let us in ({error})") from error
-    if not hmac.compare_digest(answer, _proof(secret, _WORKER_ROLE, worker_nonce, draft_nonce)):
-        raise ValueError(f"who listens at {where} does not know the secret of this connection")
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionError("it closed the connection")
-        data += part
-    return data
-
-
-class _Door:
-    """The worker's listening socket, and those who connected and have not proved themselves yet."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._guests: list[_Guest] = []
-
-    @property
-    def fd(self) -> int:
-        return self._socket.fileno()
-
-    def look(self) -> socket.socket | None:
-        """The connection of the first who proved itself, if there is one by now; never waits."""
-        self._accept()
-        for guest in list(self._guests):
-            try:
-                proved = guest.proved(self._secret)
-            except OSError as error:
-                logger.warning("transport tcp: dropped a connection from %s: %s", guest.address, error)
-                self._guests.remove(guest)
-                guest.connection.close()
-                continue
-            if proved:
-                self._guests.remove(guest)
-                return guest.connection
-        return None
-
-    def _accept(self) -> None:
-        while len(self._guests) < _MAX_GUESTS:
-            try:
-                connection, address = self._socket.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno == errno.EINVAL:  # the keeper has not bound it yet
-                    return
-                if error.errno == errno.ECONNABORTED:
-                    continue
-                raise
-            self._guests.append(_Guest(connection, f"{address[0]}:{address[1]}"))
-
-    def close(self) -> None:
-        for guest in self._guests:
-            guest.connection.close()
-        self._guests.clear()
-        self._socket.close()
-
-
-class _Guest:
-    """One who connected: it was sent a nonce and owes a nonce of its own and a proof."""
-
-    def __init__(self, connection: socket.socket, address: str) -> None:
-        self.connection = connection
-        self.address = address
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._answer = b""
-        self._greeted = False
-        self._deadline = time.monotonic() + _GUEST_SECONDS
-        connection.setblocking(False)
-
-    def proved(self, secret: bytes) -> bool:
-        """Whether it proved itself; False as long as its answer is not complete.
-
-        Raises:
-            OSError: it is of no use: gone, wrong or late.
-        """
-        if not self._greeted:
-            self.connection.send(self._nonce)  # the buffer of a new connection has room for it
-            self._greeted = True
-        size = _NONCE_BYTES + _PROOF_BYTES
-        try:
-            part = self.connection.recv(size - len(self._answer))
-        except BlockingIOError:
-            if time.monotonic() > self._deadline:
-                raise TimeoutError("it did not prove itself in time") from None
-            return False
-        if not part:
-            raise ConnectionError("it left before it proved itself")
-        self._answer += part
-        if len(self._answer) < size:
-            return False
-        nonce, proof = self._answer[:_NONCE_BYTES], self._answer[_NONCE_BYTES:]
-        if not hmac.compare_digest(proof, _proof(secret, _DRAFT_ROLE, self._nonce, nonce)):
-            raise PermissionError("it does not know the secret")
-        self.connection.send(_proof(secret, _WORKER_ROLE, self._nonce, nonce))
-        return True
 
 
 class _Stream:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 from vllm.utils.hashing import safe_hash
@@ -19,13 +20,13 @@ from vllm_jetspecpp.config import (
     EngineConfig,
     RoundConfig,
     check_choice,
-    check_keys,
     check_range,
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
-from vllm_jetspecpp.vllm_plugin import compat, environment, placement
+from vllm_jetspecpp.vllm_plugin import environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
+from vllm_jetspecpp.vllm_plugin.target_checks import check_target, check_weights
 
 logger = logging.getLogger("vllm.jetspecpp")
 WHERE = "speculative_config"
@@ -63,11 +64,13 @@ class JetSpecConfig(SpeculativeConfig):
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
     draft_device: str = "auto"
-    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. On another node ``cuda``, one GPU that Ray
-    chooses there, or ``cpu``; ``auto`` there is ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
+    """``cpu``, ``cuda:N`` or ``auto``: where the draft process computes. With data parallel engines one GPU for each,
+    as in ``cuda:2,cuda:3``. On another node ``cuda``, one GPU that Ray chooses there, or ``cpu``; ``auto`` there is
+    ``cuda`` if ``draft_resources`` ask for ``num_gpus``."""
     draft_cores: int | list[int] | None = None
-    """Draft process on CPU: its cores, as a number or as core ids; by default one. On another node core ids of that
-    node; by default any, with as many threads as ``draft_resources`` ask for ``num_cpus``."""
+    """Draft process on CPU: its cores, as a number or as core ids; by default one. With data parallel engines a number
+    is for each, and ids are shared out. On another node core ids of that node; by default any, with as many threads as
+    ``draft_resources`` ask for ``num_cpus``."""
     draft_resources: dict[str, float] | None = None
     """Further Ray resources that the draft process asks for."""
     ray_address: str | None = None
@@ -92,15 +95,18 @@ class JetSpecConfig(SpeculativeConfig):
     """Tapped layers, 0-based. The checkpoint says them; an option only with another ``draft_engine``."""
     cache_bytes_per_position: int = 0
     """Of the draft process; found out here, no option."""
+    metrics_directory: str | None = None
+    """Where the worker leaves its counts for ``/metrics``. Not an option: ``create_config`` sets it."""
 
     def __post_init__(self) -> None:
         # Not super().__post_init__(): it would look for a draft model that vLLM itself can run.
         self._check_options()
         if self.target_model_config is None:
             return
-        self._check_target()
+        check_target(self.target_model_config, self.target_parallel_config)
         self._resolve_checkpoint()
         self._check_length()
+        self._check_schedule()
         self._resolve_placement()
         self._resolve_runner()
 
@@ -124,14 +130,6 @@ class JetSpecConfig(SpeculativeConfig):
         """The fixed shapes of a round."""
         return self._round(self.num_speculative_tokens)
 
-    def _check_target(self) -> None:
-        model, parallel = self.target_model_config, self.target_parallel_config
-        if model.is_multimodal_model:
-            raise ValueError(f"method {METHOD!r} does not support multimodal targets, got {model.model}")
-        for name in ("pipeline_parallel_size", "data_parallel_size"):
-            if getattr(parallel, name) > 1:
-                raise ValueError(f"method {METHOD!r} needs {name} 1, got {getattr(parallel, name)}")
-
     def _resolve_checkpoint(self) -> None:
         """Fill in γ and the tapped layers."""
         if self.draft_engine != DEFAULT_ENGINE:
@@ -147,7 +145,9 @@ class JetSpecConfig(SpeculativeConfig):
         from vllm_jetspecpp.models.calibration import check_selection, load_calibration
         from vllm_jetspecpp.models.checkpoint import check_checkpoint
 
-        info = check_checkpoint(Path(self.model), self.target_model_config.hf_text_config)
+        target = self.target_model_config
+        info = check_checkpoint(Path(self.model), target.hf_text_config)
+        check_weights(target, info.deepest_tap)
         tapped = list(info.target_layer_ids)
         if self.target_layer_ids not in (None, tapped):
             raise ValueError(f"target_layer_ids come from the checkpoint, {tapped}; got {self.target_layer_ids}")
@@ -186,6 +186,18 @@ class JetSpecConfig(SpeculativeConfig):
         if self.draft_window is not None:
             check_range("draft_window", self.draft_window, 1, max_model_len, " (max_model_len)")
 
+    def _check_schedule(self) -> None:
+        """vLLM's schedule of draft tokens by batch size: its scheduler cuts K at γ and fills the gaps."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return
+        from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+
+        try:
+            validate_and_normalize_dynamic_sd_schedule(schedule)
+        except ValueError as error:
+            raise ValueError(f"num_speculative_tokens_per_batch_size {schedule}: {error}") from None
+
     def _resolve_placement(self) -> None:
         from vllm.platforms import current_platform
 
@@ -199,20 +211,22 @@ class JetSpecConfig(SpeculativeConfig):
             if self.draft_cores is not None:
                 raise ValueError(f"draft_cores is for draft_device 'cpu', got draft_device {self.draft_device!r}")
         elif self.transport != "local":
-            cores = placement.resolve_draft_cores(self.draft_cores)
+            parallel = self.target_parallel_config
+            engines, workers = placement.num_engines(parallel), placement.num_workers(parallel)
+            cores = placement.resolve_draft_cores(self.draft_cores, engines, workers)
             self.draft_cores = list(cores)
             if current_platform.is_cpu():
-                placement.keep_target_off(cores, self.target_parallel_config.world_size)
+                placement.keep_target_off(cores, workers)
         _ = self.placement_config  # checks draft_resources
 
     def _resolve_runner(self) -> None:
         """Choose worker class and model runner, and say where the runner finds the tapped layers."""
         from vllm.platforms import current_platform
 
-        wanted = environment.given_by_user(V2_RUNNER)
-        if wanted is not None and wanted.strip().lower() not in ("0", "false"):
-            raise ValueError(f"method {METHOD!r} needs vLLM's V1 model runner: unset {V2_RUNNER}, got {wanted!r}")
+        # vLLM takes V2 on GPUs by itself. With us V2 was run on the CPU only, and V1 knows all that it knows; so V1,
+        # unless the user asks for V2.
         environment.set_default(V2_RUNNER, "0")
+        self._check_runner()
         parallel = self.target_parallel_config
         worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
         if parallel.worker_cls not in ("auto", worker):
@@ -223,7 +237,34 @@ class JetSpecConfig(SpeculativeConfig):
         draft.hf_config = copy.copy(draft.hf_config)
         draft.hf_config.eagle_aux_hidden_state_layer_ids = [layer + 1 for layer in self.target_layer_ids or ()]
         self.draft_model_config = draft
-        self.draft_parallel_config = parallel
+        # As it stands now: an engine core that is one of several makes the original its own.
+        self.draft_parallel_config = copy.copy(parallel)
+
+    @property
+    def engine_cores(self) -> tuple[int, ...] | None:
+        """``draft_cores`` of this engine's draft process, where there are several engines; None: any."""
+        if not isinstance(self.draft_cores, list):
+            return None
+        return tuple(self._engine_share(self.draft_cores))
+
+    @property
+    def engine_device(self) -> str:
+        """``draft_device`` of this engine's draft process."""
+        return self._engine_share(self.draft_device.split(","))[0]
+
+    def _engine_share(self, items: list[Any]) -> list[Any]:
+        engines = placement.num_engines(self.draft_parallel_config) if self.draft_parallel_config else 1
+        return placement.share_out(items, engines)[self.target_parallel_config.data_parallel_rank_local or 0]
+
+    @staticmethod
+    def _check_runner() -> None:
+        from vllm.triton_utils import HAS_TRITON
+
+        wanted = os.environ[V2_RUNNER]
+        if wanted not in ("0", "1"):
+            raise ValueError(f"{V2_RUNNER} must be 0 or 1, got {wanted!r}")
+        if wanted == "1" and not HAS_TRITON:
+            raise ValueError(f"{V2_RUNNER}=1 needs Triton with a backend for this machine, and there is none: unset it")
 
     @property
     def on_any_node(self) -> bool:
@@ -234,8 +275,7 @@ class JetSpecConfig(SpeculativeConfig):
     @property
     def placement_config(self) -> PlacementConfig:
         """Where the draft process runs."""
-        cores = tuple(self.draft_cores) if isinstance(self.draft_cores, list) else None
-        placement = PlacementConfig(draft_cores=cores, ray_address=self.ray_address, any_node=self.on_any_node)
+        placement = PlacementConfig(self.engine_cores, ray_address=self.ray_address, any_node=self.on_any_node)
         return placement if self.draft_resources is None else replace(placement, draft_resources=self.draft_resources)
 
     def engine_config(self, vllm_config: Any) -> EngineConfig:
@@ -251,9 +291,11 @@ class JetSpecConfig(SpeculativeConfig):
             checkpoint=self.model or "",
             round=self.round_config,
             num_slots=min(self.draft_slots or DEFAULT_DRAFT_SLOTS, max_num_seqs),
+            target_revision=model.revision,
+            download_dir=vllm_config.load_config.download_dir,
             max_model_len=model.max_model_len,
             dtype=str(model.dtype).removeprefix("torch."),
-            device=self.draft_device,
+            device=self.engine_device,
             num_threads=self._num_threads,
             prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
             window=self.draft_window,
@@ -262,8 +304,8 @@ class JetSpecConfig(SpeculativeConfig):
 
     @property
     def _num_threads(self) -> int:
-        if isinstance(self.draft_cores, list):
-            return len(self.draft_cores)
+        if self.engine_cores is not None:
+            return len(self.engine_cores)
         return max(1, int(self.placement_config.bundle.get("CPU", 1))) if self.on_any_node else 1
 
     def memory_of(self, engine: EngineConfig) -> str:
@@ -287,54 +329,7 @@ class JetSpecConfig(SpeculativeConfig):
         return f"SpeculativeConfig(method={METHOD!r}, {given})"
 
 
-NO_OPTIONS = {"cache_bytes_per_position"}
-OPTIONS = sorted({"model", "num_speculative_tokens", *JetSpecConfig.__annotations__} - NO_OPTIONS)
-
-
-def create_config(engine_args: Any, target_model_config: Any, target_parallel_config: Any) -> JetSpecConfig:
-    """What ``EngineArgs.create_speculative_config`` returns for our method.
-
-    Raises:
-        ValueError: an option is unknown, out of range or does not fit the target; one line.
-        RuntimeError: this vLLM lacks a symbol we need.
-    """
-    compat.require("config")
-    options = _collect_options(engine_args)
-    _check_names(options)
-    if engine_args.async_scheduling:
-        raise ValueError(f"method {METHOD!r} does not support async scheduling: remove --async-scheduling")
-    try:
-        return JetSpecConfig(
-            **options, target_model_config=target_model_config, target_parallel_config=target_parallel_config
-        )
-    except ValidationError as error:
-        raise ValueError(_one_line(error)) from None
-
-
-def _collect_options(engine_args: Any) -> dict[str, Any]:
-    """Options of ``--speculative-config`` and of the ``--spec-*`` flags, which must not repeat each other."""
-    options = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
-    for flag, key in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")):
-        value = getattr(engine_args, flag, None)
-        if value is None:
-            continue
-        if key in options:
-            raise ValueError(f"--{flag.replace('_', '-')} and --speculative-config[{key!r}] are mutually exclusive")
-        options[key] = value
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in OPTIONS and name in SpeculativeConfig.__dataclass_fields__:
-            raise ValueError(f"{WHERE}: option {name!r} has no meaning for method {METHOD!r}; remove it")
-    check_keys(options, OPTIONS, WHERE)
-
-
-def _one_line(error: ValidationError) -> str:
-    """Pydantic's first complaint without its frame; our own messages come through as they are."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, ValueError):
-        return str(cause)
-    return f"{WHERE}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}"
+INHERITED = {"model", "num_speculative_tokens_per_batch_size"}
+"""Options of vLLM's own that mean the same here."""
+NO_OPTIONS = {"cache_bytes_per_position", "metrics_directory"}
+OPTIONS = sorted({*INHERITED, *JetSpecConfig.__annotations__} - NO_OPTIONS)

@@ -18,4 +18,8 @@ class GPUSpecDecodeWorker(SpecDecodeWorker):
         super().init_device()
 
     def _make_model_runner(self) -> Any:
+        if self.use_v2_model_runner:
+            from vllm_jetspecpp.vllm_plugin.model_runner_v2 import HiddenStatesRunnerV2
+
+            return HiddenStatesRunnerV2(self.vllm_config, self.device)
         return HiddenStatesRunner(self.vllm_config, self.device)

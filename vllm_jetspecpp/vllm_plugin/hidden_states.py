@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_jetspecpp.vllm_plugin import named_logprobs
 from vllm_jetspecpp.vllm_plugin.proposer import Proposer, VerifiedRows
 
 PROPOSER = f"{Proposer.__module__}.{Proposer.__qualname__}"
@@ -59,7 +61,8 @@ class HiddenStatesRunner(GPUModelRunner):
             sampled_token_ids: accepted draft tokens and the target's own, for each request; empty in a prefill chunk.
             aux_hidden_states: one [num_rows, hidden_size] for each tapped layer.
         """
-        self.drafter.propose(self._verified_rows(scheduler_output, sampled_token_ids), aux_hidden_states)
+        requests = self._verified_rows(scheduler_output, sampled_token_ids)
+        self.drafter.propose(requests, aux_hidden_states, scheduler_output.num_spec_tokens_to_schedule)
         return [[] for _ in sampled_token_ids]
 
     def _verified_rows(self, scheduler_output: Any, sampled_token_ids: list[list[int]]) -> list[VerifiedRows]:
@@ -92,8 +95,35 @@ class HiddenStatesRunner(GPUModelRunner):
     def take_draft_token_ids(self) -> Any:
         """Wait for the drafts of the last step and return them to the scheduler."""
         if self._draft_token_req_ids:
-            self._draft_token_ids = self.drafter.collect(self._draft_token_req_ids)
+            drafts = self.drafter.collect(self._draft_token_req_ids)
+            limits = map(self._max_draft_tokens, self._draft_token_req_ids)
+            self._draft_token_ids = [tokens[:limit] for tokens, limit in zip(drafts, limits, strict=True)]
         return super().take_draft_token_ids()
+
+    def _max_draft_tokens(self, request_id: str) -> int | None:
+        """Draft tokens that keep the whole block below ``min_tokens``; None for any number.
+
+        vLLM forbids the tokens that stop a request to the token after a block as well, by the length before the block.
+        """
+        request = self.requests[request_id]
+        params = request.sampling_params
+        if params is None or not params.all_stop_token_ids or len(request.output_token_ids) >= params.min_tokens:
+            return None
+        return params.min_tokens - len(request.output_token_ids) - 1
+
+    def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        """Sample as vLLM does; log-probabilities of tokens that a request names are right after drafts too."""
+        metadata = self.input_batch.sampling_metadata
+        named = metadata.logprob_token_ids
+        if spec_decode_metadata is None or not named:
+            return super()._sample(logits, spec_decode_metadata)
+        num_logprobs = max(metadata.max_num_logprobs or 0, *map(len, named.values()))
+        self.input_batch.sampling_metadata = replace(metadata, logprob_token_ids=None, max_num_logprobs=num_logprobs)
+        try:
+            with named_logprobs.gathering(self.sampler, named, len(spec_decode_metadata.num_draft_tokens)):
+                return super()._sample(logits, spec_decode_metadata)
+        finally:
+            self.input_batch.sampling_metadata = metadata
 
 
 def shared_block_size(cache_config: Any, kv_cache_config: Any) -> int:

@@ -44,7 +44,7 @@ def _accept_method(engine_args: Any) -> None:
         environment.release()  # a former engine of this process may have used our method, the next one need not
         if _requested_method(self) != METHOD:
             return original(self, target_model_config, target_parallel_config)
-        from vllm_jetspecpp.vllm_plugin.config import create_config
+        from vllm_jetspecpp.vllm_plugin.create_config import create_config
 
         return create_config(self, target_model_config, target_parallel_config)
 

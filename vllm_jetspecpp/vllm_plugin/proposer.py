@@ -14,7 +14,7 @@ import torch
 from vllm_jetspecpp.draft_process.client import DraftClient
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
 from vllm_jetspecpp.types import Origin
-from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics
+from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics, difference
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -112,13 +112,18 @@ class Proposer:
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Nothing to load: vLLM's CPU runner calls this of every drafter."""
 
-    def propose(self, requests: Sequence[VerifiedRows], aux_states: Sequence[torch.Tensor]) -> None:
+    def propose(
+        self, requests: Sequence[VerifiedRows], aux_states: Sequence[torch.Tensor], max_draft_tokens: int | None = None
+    ) -> None:
         """Tell the draft process what one target step verified; ``collect`` fetches its answer.
 
         Args:
             requests: the step's requests, in the order of the batch.
             aux_states: one tensor for each tapped layer, ascending, each [num_rows, hidden_size].
+            max_draft_tokens: what vLLM's batch-size schedule allows the next step, γ by default. With 0 nothing is
+                drafted, but states go out all the same: drafting can resume at any step.
         """
+        allowed = self.num_draft_tokens if max_draft_tokens is None else min(max_draft_tokens, self.num_draft_tokens)
         self.statistics.outcomes_known()
         self._expected = {}
         verified = [(rows, state := self._find_slot(rows.request_id), self._count(rows, state)) for rows in requests]
@@ -139,16 +144,16 @@ class Proposer:
                 continue
             if states is None:
                 states = torch.cat(list(aux_states), dim=-1)
-            message = self._message(rows, state, states, had_block, fresh=state.generation != generation)
+            limit = max(min(allowed, rows.room), 0)
+            message = self._message(rows, state, states, had_block, limit, fresh=state.generation != generation)
             messages.append(message)
             told.append(state)
             if message.wants_draft:
-                limit = min(self.num_draft_tokens, rows.room)
                 self._expected[state.slot] = Expected(rows.request_id, state, limit, message.anchor_position)
         self._send(messages, told, overwritten, generation)
 
     def _message(
-        self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, fresh: bool
+        self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, limit: int, fresh: bool
     ) -> Verified:
         """Tokens not sent before and states of this step; all tokens to a draft process that knows nothing."""
         end = rows.position + rows.num_final_rows
@@ -169,8 +174,8 @@ class Proposer:
             states=states[rows.first_row : rows.first_row + rows.num_final_rows],
             num_accepted=rows.num_accepted if had_block else NO_BLOCK,
             num_verified=rows.num_draft_tokens if had_block else 0,
-            wants_draft=rows.num_sampled > 0 and not rows.is_last,
-            max_draft_tokens=rows.room,
+            wants_draft=rows.num_sampled > 0 and limit > 0,
+            max_draft_tokens=limit,
             reset=fresh,
             first_block=first_block,
             block_ids=block_ids,
@@ -289,9 +294,13 @@ class Proposer:
         if self.client is None:
             return {}
         counts = asdict(self.client.stats)
-        since_reset = {name: count - self._client_counts.get(name, 0) for name, count in counts.items()}
-        values = self.statistics.as_dict() | {"client": since_reset}
+        values = self.statistics.as_dict() | {"client": difference(counts, self._client_counts)}
         if reset:
-            self.statistics = Statistics(self.num_draft_tokens)
+            self.statistics.reset()
             self._client_counts = counts
         return values
+
+    def totals(self) -> dict[str, Any]:
+        """What ``/metrics`` shows: sums since start, which no reset changes, and whether drafts can come now."""
+        assert self.client is not None
+        return self.statistics.totals() | {"client": asdict(self.client.stats), "alive": self.client.alive}

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
 from vllm_jetspecpp.vllm_plugin import compat
+from vllm_jetspecpp.vllm_plugin.metrics_file import MetricsWriter
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
 
 logger = logging.getLogger("vllm.jetspecpp")
@@ -20,18 +21,18 @@ class SpecDecodeWorker(Worker):
     """What the CPU and the GPU worker share. Only rank 0 drafts: the tapped states are the same on every rank."""
 
     draft_client: DraftClient | None = None
+    metrics_writer: MetricsWriter | None = None
 
     def init_device(self) -> None:
         """Start the draft process, which then starts while the target loads, and build the model runner."""
         compat.require("worker")
         if self.use_v2_model_runner:
-            raise RuntimeError("method 'jetspecpp' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+            compat.require("v2")
         if self.rank == 0:
             watch_server()
             self.draft_client = self._make_client()
         with self._closing_on_error():
             super().init_device()
-            self.model_runner.drafter.client = self.draft_client
 
     def _make_client(self) -> DraftClient:
         spec = self.vllm_config.speculative_config
@@ -62,7 +63,16 @@ class SpecDecodeWorker(Worker):
             times = super().compile_or_warm_up_model()
             if self.draft_client is not None:
                 self.draft_client.wait_started(self.vllm_config.speculative_config.start_timeout)
+                # Not before: the V2 runner warms up with steps that look like any other.
+                self.model_runner.drafter.client = self.draft_client
+                self._write_metrics()
             return times
+
+    def _write_metrics(self) -> None:
+        directory = self.vllm_config.speculative_config.metrics_directory
+        if directory is not None and self.metrics_writer is None:
+            name, engine = self.model_config.served_model_name, self.parallel_config.data_parallel_index
+            self.metrics_writer = MetricsWriter(directory, name, engine, self.model_runner.drafter.totals)
 
     def jetspecpp_stats(self, reset: bool = False) -> dict[str, Any]:
         """Counts and times since start or the last reset; for ``collective_rpc``. Empty on ranks that do not draft."""
@@ -70,6 +80,9 @@ class SpecDecodeWorker(Worker):
 
     def shutdown(self) -> None:
         """End the draft process, then the worker."""
+        if self.metrics_writer is not None:
+            self.metrics_writer.close()
+            self.metrics_writer = None
         self._close_client()
         super().shutdown()
 
