@@ -56,6 +56,7 @@ CORE = [
     "runtime.offline",
     "draft_process.loop",
     "transport.shared_memory",
+    "transport.tcp",
 ]
 
 
