@@ -7,6 +7,8 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -444,6 +446,17 @@ def test_other_methods_are_vllms_own(create: Create) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     assert type(create(ngram)) is SpeculativeConfig
     assert create(None) is None
+
+
+def test_child_processes_know_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several API servers configure the engine once more each, in the environment of the one that started them."""
+    monkeypatch.delenv(placement.BIND, raising=False)
+    environment.set_default(placement.BIND, "0|1")
+    code = f"from vllm_jetspecpp.vllm_plugin import environment as e; print(e.given_by_user({placement.BIND!r}))"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+    environment.release()
+    assert placement.BIND not in os.environ and environment.OURS not in os.environ
 
 
 def test_environment_is_given_back(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,13 +183,13 @@ def test_states_of_a_slot_are_its_requests_own(
     front.step(6)
     front.engine.abort_request([f"old-{index}" for index in range(8)])
     for index in range(NUM_SLOTS):
-        front.add(f"new-{index}", many_prompts[18 + index])
+        front.add(f"new-{index}", many_prompts[26 + index])
     front.step(8)
     engine = SwitchableEngine.last
     assert isinstance(engine, SwitchableEngine)
     taps = worker_of(llm).vllm_config.speculative_config.target_layer_ids
     model = AutoModelForCausalLM.from_pretrained(target)
-    starts = {tuple(prompt[:4]) for prompt in many_prompts[18 : 18 + NUM_SLOTS]}
+    starts = {tuple(prompt[:4]) for prompt in many_prompts[26 : 26 + NUM_SLOTS]}
     assert {tuple(history[:4]) for history in engine.history.values()} == starts
     for slot, history in engine.history.items():
         with torch.inference_mode():
