@@ -106,10 +106,10 @@ class HiddenStatesRunner(GPUModelRunner):
         vLLM forbids the tokens that stop a request to the token after a block as well, by the length before the block.
         """
         request = self.requests[request_id]
-        params = request.sampling_params
-        if params is None or not params.all_stop_token_ids or len(request.output_token_ids) >= params.min_tokens:
+        params, num_tokens = request.sampling_params, len(request.output_token_ids)
+        if params is None or not params.all_stop_token_ids or num_tokens >= params.min_tokens:
             return None
-        return params.min_tokens - len(request.output_token_ids) - 1
+        return params.min_tokens - num_tokens - 1
 
     def _sample(self, logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
         """Sample as vLLM does; log-probabilities of tokens that a request names are right after drafts too."""
