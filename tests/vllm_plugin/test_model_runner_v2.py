@@ -54,7 +54,12 @@ def report(
             "num_gpu_blocks_override": 20,
         },
         "switchable": common | {"model": str(sequences_file), "draft_engine": "tests.engines.SwitchableEngine"},
-        "checkpoint": common | {"model": str(checkpoint.folder), "num_outcomes": 4},
+        "checkpoint": common
+        | {
+            "model": str(checkpoint.folder),
+            "num_outcomes": 4,
+            "num_speculative_tokens_per_batch_size": [[1, 3, 7], [4, 8, 2]],
+        },
     }
     return run("tests.vllm_plugin.run_model_runner_v2", request, {"PYTHONPATH": str(ROOT)})
 
@@ -151,6 +156,13 @@ def test_draft_engine(report: dict[str, Any], plain: dict[str, Any], prompts: li
     assert sum(stats["committed"].values()) == sum(map(len, expected))
     assert stats["rounds"] > SHORT and stats["invalid_blocks"] == 0
     assert stats["blocks_by_origin"]["first"] == len(prompts)
+
+
+def test_schedule_by_batch_size(report: dict[str, Any]) -> None:
+    """vLLM's own schedule: 7 draft tokens up to three requests, 2 beyond."""
+    together, alone = report["draft engine"]["stats"], report["draft engine"]["cold"]["stats"]
+    assert together["drafted"] < 3 * together["rounds"]
+    assert alone["drafted"] > 3 * alone["rounds"]
 
 
 def test_states_of_a_cached_prefix_come_from_the_prefix_store(report: dict[str, Any], plain: dict[str, Any]) -> None:
