@@ -9,6 +9,7 @@ the worker ends. Job in: one line of JSON on stdin. Stdin closed: stop. Out: why
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -60,7 +61,7 @@ def keep(job: dict[str, Any]) -> str | None:
     with (
         contextlib.suppress(_EndWanted),
         contextlib.closing(_Worker(job["worker"], job["deadline"])) as worker,
-        _connected(placement, job["directory"]),
+        _connected(placement, job["directory"], job["deadline"]),
         _placement_group(placement, worker) as group,
     ):
         return _run_actor(job, placement, group, worker)
@@ -103,7 +104,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
+def _connected(placement: PlacementConfig, directory: str, deadline: float) -> Iterator[None]:
     """Join the cluster that ``placement`` names, or start a private one in ``directory`` and remove it after."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     private = placement.ray_address in (None, "local")
@@ -118,6 +119,7 @@ def _connected(placement: PlacementConfig, directory: str) -> Iterator[None]:
     }
     try:
         if private:
+            _wait_for_node_until(deadline)
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -151,6 +153,27 @@ def _private_environment() -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if os.environ.get("RAY_AUTH_MODE", "token") == "token":
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+
+
+def _wait_for_node_until(deadline: float) -> None:
+    """Give Ray's node until ``deadline`` to come up: Ray (2.60) gives it 30 s, whatever else the machine is doing."""
+    from ray._private import services
+
+    look = getattr(services, "get_node", None)
+    if look is None:
+        return
+
+    @functools.wraps(look)
+    def get_node(*where: Any) -> Any:
+        while True:
+            try:
+                return look(*where)
+            except RuntimeError:  # it is not there yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_AT_WORKER)
+
+    services.get_node = get_node
 
 
 @contextlib.contextmanager
