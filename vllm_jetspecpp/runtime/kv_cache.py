@@ -6,12 +6,18 @@ position that was written for a rejected token is overwritten when its true stat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from vllm_jetspecpp.models.attention import KeysValues
+
+
+def written_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take their memory now: a fresh page of a CPU would else take it when it is first written to."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device).zero_()
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,7 @@ class SlotCache:
     ) -> None:
         shape = (num_slots, num_kv_heads, max_length + 1, head_dim)
         self.layers = [
-            KeysValues(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
+            KeysValues(*(written_zeros(shape, dtype, device) for _ in KeysValues._fields)) for _ in range(num_layers)
         ]
 
     @property

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.runtime.kv_cache import SlotCache
+from vllm_jetspecpp.runtime.kv_cache import SlotCache, written_zeros
 
 
 class _Entry(NamedTuple):
@@ -40,7 +40,8 @@ class PrefixStore:
         self._slots = [tensor for cache in caches for layer in cache.layers for tensor in layer]
         block_bytes = sum(t[0, :, :1].nbytes for t in self._slots) * block_size
         self.capacity = max_bytes // block_bytes
-        self._pools = [t.new_empty(self.capacity, t.shape[1], block_size, t.shape[3]) for t in self._slots]
+        shapes = [(self.capacity, t.shape[1], block_size, t.shape[3]) for t in self._slots]
+        self._pools = [written_zeros(shape, t.dtype, t.device) for shape, t in zip(shapes, self._slots, strict=True)]
         self._free = list(range(self.capacity))
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
 
