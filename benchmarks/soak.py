@@ -50,8 +50,8 @@ SHARED = (
     *("--max-num-batched-tokens", "512"),  # long prompts come in chunks, beside requests that decode
     *("--num-gpu-blocks-override", "64"),  # of 128 tokens: all requests fit; less memory than by default
 )
-SMALL_CACHE = ("--kv-cache-memory-bytes", str(256 << 20))
-"""vLLM's cache takes its pages as they are first used: a small one is full in minutes, and what grows then is a leak."""
+FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+"""oneDNN keeps 1,024 kernels, one for each shape it has met: for an hour that looks like a leak (docs/LOG.md)."""
 METHOD: dict[str, Any] = {"method": "jetspecpp", "num_speculative_tokens": 7, "draft_slots": 6}
 """Two of eight requests at once find no slot and decode plainly."""
 
@@ -104,8 +104,10 @@ class Runner:
         cores = split_cores(os.sched_getaffinity(0)).target_cores
         bind = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "TMPDIR": str(self.folder / "tmp")}
         options = ["--speculative-config", json.dumps(method)] if method else []
-        arguments = [*self.setup.arguments, *SHARED, *SMALL_CACHE, *options]
-        return Server(str(self.setup.target), arguments, SERVE_ENV | bind, self.args.out / f"{name}.log")
+        arguments = [*self.setup.arguments, *SHARED, *options]
+        return Server(
+            str(self.setup.target), arguments, SERVE_ENV | FEW_PRIMITIVES | bind, self.args.out / f"{name}.log"
+        )
 
     def record(self) -> list[Reference]:
         """Plain vLLM's greedy answers."""
