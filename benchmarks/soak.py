@@ -52,8 +52,12 @@ SHARED = (
 )
 FEW_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
 """oneDNN keeps 1,024 kernels, one for each shape it has met: for an hour that looks like a leak (docs/LOG.md)."""
-METHOD: dict[str, Any] = {"method": "jetspecpp", "num_speculative_tokens": 7, "draft_slots": 6}
-"""Two of eight requests at once find no slot and decode plainly."""
+METHOD: dict[str, Any] = {
+    "method": "jetspecpp",
+    "num_speculative_tokens": 7,
+    "draft_slots": 6,  # two of eight requests at once find no slot and decode plainly
+    "reply_timeout": 30,  # a busy machine is no fault; what is killed is noticed at once
+}
 
 
 @dataclass(frozen=True)

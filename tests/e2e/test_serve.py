@@ -41,7 +41,8 @@ def shared_memory_before() -> set[str]:
 
 
 def start_server(log: Path) -> Server:
-    method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7}
+    # A busy machine may take long to answer; the default would replace the draft process, and nothing be drafted.
+    method = {"method": "jetspecpp", "model": str(CHECKPOINT), "num_speculative_tokens": 7, "reply_timeout": 60}
     env = SERVE_ENV | {"VLLM_LOG_STATS_INTERVAL": "2"}
     return Server(str(TARGET), [*SERVE_ARGUMENTS, "--speculative-config", json.dumps(method)], env, log)
 
