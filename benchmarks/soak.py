@@ -41,7 +41,7 @@ from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server, ServerError, explai
 ROOT = Path(__file__).parents[1]
 MODEL = "demo"
 TICK = 0.5
-GRACE = 20.0
+GRACE = 60.0
 """Seconds after the server's end that processes and directories get to go."""
 RESUME_LIMIT = 300.0
 """Seconds after a kill at the end of the soak that drafting gets to resume."""

@@ -103,7 +103,8 @@ class SharedMemoryWorkerEnd:
         self._fd = os.memfd_create("vllm_jetspecpp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._fd, 0o600)
         self.handle = SharedMemoryHandle(os.getpid(), self._fd, secrets.randbits(62), to_draft_bytes, to_worker_bytes)
-        os.ftruncate(self._fd, self.handle.size)
+        # Its pages now: a machine without memory for them fails here, and not with SIGBUS where they are first written.
+        os.posix_fallocate(self._fd, 0, self.handle.size)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody can cut the memory under the other end
         self._send_timeout = send_timeout
         self._peer: Peer | None = None
