@@ -61,7 +61,7 @@ def keep(job: dict[str, Any]) -> str | None:
     with (
         contextlib.suppress(_EndWanted),
         contextlib.closing(_Worker(job["worker"], job["deadline"])) as worker,
-        _connected(placement, job["directory"], job["deadline"]),
+        _connected(placement, job["directory"], worker),
         _placement_group(placement, worker) as group,
     ):
         return _run_actor(job, placement, group, worker)
@@ -104,7 +104,7 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _connected(placement: PlacementConfig, directory: str, deadline: float) -> Iterator[None]:
+def _connected(placement: PlacementConfig, directory: str, worker: _Worker) -> Iterator[None]:
     """Join the cluster that ``placement`` names, or start a private one in ``directory`` and remove it after."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     private = placement.ray_address in (None, "local")
@@ -119,7 +119,7 @@ def _connected(placement: PlacementConfig, directory: str, deadline: float) -> I
     }
     try:
         if private:
-            _wait_for_node_until(deadline)
+            _wait_for_node(worker)
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -155,8 +155,8 @@ def _private_environment() -> None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
 
 
-def _wait_for_node_until(deadline: float) -> None:
-    """Give Ray's node until ``deadline`` to come up: Ray (2.60) gives it 30 s, whatever else the machine is doing."""
+def _wait_for_node(worker: _Worker) -> None:
+    """Give Ray's node as long to come up as the worker waits: Ray (2.60) gives it 30 s on any machine."""
     from ray._private import services
 
     look = getattr(services, "get_node", None)
@@ -165,13 +165,16 @@ def _wait_for_node_until(deadline: float) -> None:
 
     @functools.wraps(look)
     def get_node(*where: Any) -> Any:
-        while True:
+        def is_there() -> bool:
             try:
-                return look(*where)
-            except RuntimeError:  # it is not there yet
-                if time.monotonic() > deadline:
-                    raise
+                look(*where)
+            except RuntimeError:
                 time.sleep(_LOOK_AT_WORKER)
+                return False
+            return True
+
+        worker.wait(is_there)
+        return look(*where)
 
     services.get_node = get_node
 

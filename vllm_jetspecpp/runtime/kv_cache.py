@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ class View:
     length: int
     start: Tensor | None = None  # [rows] int64; None: position 0, and a slice is read where else is gathered
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
-        """[rows, length] int64."""
+        """[rows, length] int64; every layer of every network reads them."""
         offset = torch.arange(self.length, device=self.slots.device)
         return offset.expand(len(self.slots), -1) if self.start is None else self.start[:, None] + offset
 
