@@ -21,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.tiny_checkpoint import make_tiny_checkpoint  # noqa: E402
 from tests.tiny_models import make_tiny_llama, make_tiny_qwen3  # noqa: E402
 
 ENGINE_OPTIONS: dict[str, Any] = {
@@ -60,6 +61,15 @@ def generate(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[list[i
     )
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def local_drafts(model: Path, folder: Path, engine: str | None) -> dict[str, Any]:
+    """Options of a draft process inside the worker: the real engine over a tiny checkpoint, or one of tests.engines."""
+    options: dict[str, Any] = {"method": "jetspecpp", "transport": "local", "num_speculative_tokens": 7}
+    if engine is None:
+        return options | {"model": str(make_tiny_checkpoint(model, folder, copy_adapter=True).folder)}
+    (folder / "nothing.json").write_text("[]")
+    return options | {"model": str(folder / "nothing.json"), "draft_engine": f"tests.engines.{engine}"}
 
 
 def worker_of(llm: Any) -> Any:

@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 from vllm import SamplingParams
 
 from tests.engines import SwitchableEngine
-from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import make_tiny_llama
-from tests.vllm_plugin.conftest import running_engine
+from tests.vllm_plugin.conftest import local_drafts, running_engine
 
 OPTIONS: dict[str, Any] = {
     "enable_prompt_embeds": True,
@@ -79,13 +78,8 @@ def drafts(request: pytest.FixtureRequest) -> str:
 def llm(
     drafts: str, model: Path, plain: dict[str, list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    options: dict[str, Any] = {"method": "jetspecpp", "transport": "local", "num_speculative_tokens": 7}
-    folder = tmp_path_factory.mktemp(drafts)
-    if drafts == "real":
-        options["model"] = str(make_tiny_checkpoint(model, folder, copy_adapter=True).folder)
-    else:
-        (folder / "nothing.json").write_text("[]")
-        options |= {"model": str(folder / "nothing.json"), "draft_engine": "tests.engines.ContinuingEngine"}
+    engine = None if drafts == "real" else "ContinuingEngine"
+    options = local_drafts(model, tmp_path_factory.mktemp(drafts), engine)
     with running_engine(model, speculative_config=options, **OPTIONS) as llm:
         yield llm
 

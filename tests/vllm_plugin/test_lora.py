@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engines import SwitchableEngine
-from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_models import SIZES, make_tiny_llama
-from tests.vllm_plugin.conftest import running_engine
+from tests.vllm_plugin.conftest import local_drafts, running_engine
 
 RANK = 8
 ADAPTERS = ("", "first", "second")
@@ -108,13 +107,8 @@ def drafts(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(drafts: str, model: Path, plain_answers: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options: dict[str, Any] = {"method": "jetspecpp", "transport": "local", "num_speculative_tokens": 7}
-    folder = tmp_path_factory.mktemp(drafts)
-    if drafts == "real":
-        options["model"] = str(make_tiny_checkpoint(model, folder, copy_adapter=True).folder)
-    else:
-        (folder / "nothing.json").write_text("[]")
-        options |= {"model": str(folder / "nothing.json"), "draft_engine": "tests.engines.SwitchableEngine"}
+    engine = None if drafts == "real" else "SwitchableEngine"
+    options = local_drafts(model, tmp_path_factory.mktemp(drafts), engine)
     with running_engine(model, speculative_config=options, **OPTIONS) as llm:
         yield llm
 

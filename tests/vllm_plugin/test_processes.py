@@ -20,13 +20,24 @@ SECONDS = 600
 def test_draft_process_of_its_own(
     tiny_model: Path, sequences_file: Path, plain: dict[str, Any], prompts: list[list[int]]
 ) -> None:
+    report = run_echo(tiny_model, sequences_file, plain, prompts, start_timeout=400.0)
+    layout, cores = report["layout"], sorted(os.sched_getaffinity(0))
+    assert layout["class"] == "CPUSpecDecodeWorker" and layout["pid"] != report["pid"]
+    assert layout["draft_cores"] == cores[-1:]
+    assert layout["threads"] == str(max(len(cores) - 1, 1))
+
+
+def run_echo(
+    tiny_model: Path, sequences_file: Path, plain: dict[str, Any], prompts: list[list[int]], **options: Any
+) -> dict[str, Any]:
+    """An engine whose drafts are right: its output is plain vLLM's, all drafts are accepted, no answer is late."""
     speculative_config = {
         "method": "jetspecpp",
         "model": str(sequences_file),
         "draft_engine": "tests.engines.EchoEngine",
         "num_speculative_tokens": 7,
         "reply_timeout": 30.0,
-        "start_timeout": 400.0,
+        **options,
     }
     report = run_engine(
         {
@@ -39,10 +50,7 @@ def test_draft_process_of_its_own(
     stats = report["stats"]
     assert stats["accepted"] == stats["drafted"] > 0 and stats["client"]["timeouts"] == 0
     assert stats["client"]["replies"] == stats["verify_steps"] > 0
-    layout, cores = report["layout"], sorted(os.sched_getaffinity(0))
-    assert layout["class"] == "CPUSpecDecodeWorker" and layout["pid"] != report["pid"]
-    assert layout["draft_cores"] == cores[-1:]
-    assert layout["threads"] == str(max(len(cores) - 1, 1))
+    return report
 
 
 def run_engine(request: dict[str, Any], program: str = "run_engine.py", seconds: int = SECONDS) -> dict[str, Any]:
