@@ -13,6 +13,8 @@ MAX_OUTCOMES = 64
 MAX_PASSES = 16
 AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED = "auto", "calibrated", "conformal", "uncalibrated"
 SELECTIONS = (AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED)
+INT8, PLAIN = "int8", "plain"
+DRAFT_WEIGHTS = (AUTO, INT8, PLAIN)
 TRANSPORTS = ("shared_memory", "tcp", "local")
 
 
@@ -43,6 +45,15 @@ def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     if value not in names:
         options = ", ".join(map(repr, names))
         raise ValueError(f"{name} must be one of {options}, got {value!r}{nearest(str(value), names)}")
+
+
+def check_draft_weights(weights: str, device: str, dtype: str) -> None:
+    """Raise ValueError unless a draft process on ``device`` can have such weights."""
+    check_choice("draft_weights", weights, DRAFT_WEIGHTS)
+    if weights == INT8 and (device != "cpu" or dtype != "bfloat16"):
+        raise ValueError(
+            f"draft_weights 'int8' is for a draft process on a CPU and a target in bfloat16, got {device} and {dtype}"
+        )
 
 
 def resolve_class(path: str, option: str) -> type:
@@ -126,6 +137,9 @@ class EngineConfig:
     """Memory for the states of prefixes that vLLM has cached."""
     window: int | None = None
     """Positions before a block that the draft networks read; None: all."""
+    weights: str = AUTO
+    """``int8``: the matrices of a draft process on a CPU are packed as int8. ``plain``: they are of ``dtype``.
+    ``auto``: int8 where ``dtype`` is bfloat16 and the CPU has instructions for it."""
     engine: str = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
     """Dotted path of the engine class: the place where researchers (and tests) plug in another drafter."""
 
@@ -136,6 +150,7 @@ class EngineConfig:
         if self.window is not None:
             check_range("window", self.window, 1, 1 << 24)
         check_choice("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_draft_weights(self.weights, self.device, self.dtype)
 
 
 def from_dict(cls: type, values: dict[str, Any], where: str) -> Any:

@@ -75,6 +75,7 @@ def add_eval(subcommands: Subcommands) -> None:
         ("seed", int, 0, "of sampling"),
         ("dtype", str, "float32", "of the target"),
         ("device", str, "cpu", "of target and drafter"),
+        ("draft-weights", str, "plain", "plain, int8 (as a draft process on a CPU has them) or auto"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--no-replacement", action="store_true", help="context refresh without anchor replacement")
@@ -117,6 +118,7 @@ def run_eval(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         seed=args.seed,
         device=args.device,
+        draft_weights=args.draft_weights,
     )
     bench = Bench(config)
     if args.follow:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_choice
+from vllm_jetspecpp.config import DRAFT_WEIGHTS, PLAIN, EngineConfig, RoundConfig, check_choice
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, read_laws
 from vllm_jetspecpp.evaluation.baselines.base import PlainEngine, SequenceEngine
 from vllm_jetspecpp.evaluation.baselines.ngram import NgramEngine
@@ -57,11 +57,14 @@ class EvalConfig:
     temperature: float = 0.0
     seed: int = 0
     device: str = "cpu"
+    draft_weights: str = PLAIN
+    """``plain``, or ``int8`` as a draft process on a CPU has them."""
 
     def __post_init__(self) -> None:
         check_choice("states", self.states, STATES)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("method", self.method, METHODS)
+        check_choice("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
 
@@ -92,7 +95,8 @@ class Engines:
         return self._networks[config.checkpoint]
 
     def _engine_config(self, config: EvalConfig, shape: RoundConfig) -> EngineConfig:
-        return EngineConfig(config.target, config.checkpoint, shape, 1, self.max_length, device=config.device)
+        options: dict[str, Any] = {"device": config.device, "weights": config.draft_weights}
+        return EngineConfig(config.target, config.checkpoint, shape, 1, self.max_length, **options)
 
     def __call__(self, config: EvalConfig) -> SequenceEngine | ReplayEngine:
         """An engine for ``config``.

@@ -23,6 +23,7 @@ from vllm_jetspecpp.foresight.foresight import (
 )
 from vllm_jetspecpp.foresight.outcome_selection import SelectedOutcomes
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine, UnderVerification, to_blocks
+from vllm_jetspecpp.runtime.request_states import Parts
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Verified
 from vllm_jetspecpp.types import DraftBlock, Outcome
 
@@ -108,11 +109,11 @@ class ReplayEngine(DraftEngine):
             [decoder],
         )
 
-    def _commit(self) -> None:
+    def _commit(self, parts: Parts = Parts.ALL) -> None:
         for request in self._uncommitted:
             if len(request.states):
                 self._last_state = request.states[-1:]
-        super()._commit()
+        super()._commit(parts)
 
     def _fallback(self, missed: list[Verified]) -> dict[int, DraftBlock]:
         if self.drafts_from != UNPIPELINED:

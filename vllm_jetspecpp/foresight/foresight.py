@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.context_refresh import replace_anchor
-from vllm_jetspecpp.foresight.masks import BranchMasks
+from vllm_jetspecpp.foresight.masks import branch_masks
 from vllm_jetspecpp.foresight.noise import noise_positions
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector, SelectedOutcomes
-from vllm_jetspecpp.models.attention import KeysValues
+from vllm_jetspecpp.models.attention import KeysValues, Rope
 from vllm_jetspecpp.models.networks import Networks
 
 Segments = list[KeysValues]
@@ -52,7 +52,18 @@ class Simulation:
     """What adapter and decoder say of some blocks: the verification that has not happened yet."""
 
     hidden: Tensor  # [rows, blocks * T, hidden], the decoder's output, ready for the LM head
-    context: Context  # the predicted states as context of what follows
+    states: Tensor  # [rows, blocks * T, num_taps * hidden], predicted states of the tapped layers
+    rope: Rope  # of the blocks' positions
+    decoder: Segments  # the decoder's own keys and values
+
+    def draft_context(self, nets: Networks) -> Segments:
+        """The predicted states as the draft model's context."""
+        return nets.draft_model.context_keys_values(self.states, self.rope)
+
+    def context(self, nets: Networks) -> Context:
+        """The predicted states as context of draft model and of further foresight."""
+        adapter = nets.adapter.context_keys_values(self.states, self.rope)
+        return Context([self.draft_context(nets)], [adapter], [self.decoder])
 
 
 class Blocks(NamedTuple):
@@ -72,7 +83,7 @@ class Foresight:
     """How the verification of a block may end."""
 
     log_probs: Tensor  # [rows, T, draft_vocab], log p̂(· | j): the decoder's word on the token after each position
-    context: Context  # the block's predicted states as context of what follows
+    context: Context  # the block's predicted states as context of what follows; of draft passes alone where R = 0
     outcomes: SelectedOutcomes
 
 
@@ -101,29 +112,25 @@ def simulate_verification(
         context: what stands before the blocks.
         mask: [rows, blocks * T, keys] over ``context`` and the blocks themselves.
     """
-    rope = nets.target.rotary(positions)
+    rope, mask = nets.target.rotary(positions), nets.bias(mask)
     states = nets.adapter(nets.target.embed(tokens), rope, per_layer(context.adapter), mask)
-    hidden, decoder_segments = nets.target.decoder(nets.deepest(states), rope, per_layer(context.decoder), mask)
-    predicted = Context(
-        [nets.draft_model.context_keys_values(states, rope)],
-        [nets.adapter.context_keys_values(states, rope)],
-        [decoder_segments],
-    )
-    return Simulation(hidden, predicted)
+    hidden, decoder = nets.target.decoder(nets.deepest(states), rope, per_layer(context.decoder), mask)
+    return Simulation(hidden, states, rope, decoder)
 
 
 def draft_pass(
-    nets: Networks, blocks: Blocks, positions: Tensor, fixed: Tensor, context: Context, mask: Tensor
+    nets: Networks, blocks: Blocks, positions: Tensor, fixed: Tensor, context: list[Segments], mask: Tensor
 ) -> Blocks:
     """One forward of the draft model over a batch of blocks (Eqs. 1 and 8): every token after the last fixed one anew.
 
     Args:
         positions: [rows, blocks * T] int64, absolute.
         fixed: [rows, blocks] int64, last fixed position.
+        context: the draft model's.
     """
     shape, device = blocks.tokens.shape, blocks.tokens.device
-    rope = nets.target.rotary(positions)
-    hidden = nets.draft_model(nets.target.embed(blocks.tokens.flatten(1)), rope, per_layer(context.draft_model), mask)
+    rope, mask = nets.target.rotary(positions), nets.bias(mask)
+    hidden = nets.draft_model(nets.target.embed(blocks.tokens.flatten(1)), rope, per_layer(context), mask)
     tokens, log_prob = nets.likeliest_with_log_prob(hidden)
     free = torch.arange(shape[-1], device=device) > fixed.unsqueeze(-1)
     return Blocks(
@@ -164,13 +171,13 @@ def draft_refined(
         replacement: whether a refresh also writes and fixes tokens.
     """
     _, count, size = blocks.tokens.shape
-    masks = BranchMasks(count, size, blocks.tokens.device)
+    masks = branch_masks(count, size, blocks.tokens.device)
     positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
     fixed = torch.zeros_like(anchor)
     whole = torch.cat([*before, masks.own(fixed)], dim=-1)
-    blocks = draft_pass(nets, blocks, positions, fixed, context, whole)
+    reads, seen = context.draft_model, before
+    blocks = draft_pass(nets, blocks, positions, fixed, reads, whole)
 
-    reads, seen = context, before
     for iteration in range(1, passes + 1):
         if iteration <= refreshes:
             refresh = simulate_verification(nets, blocks.tokens.flatten(1), positions, context, whole)
@@ -179,7 +186,7 @@ def draft_refined(
                 tokens, fixed = replace_anchor(blocks.tokens, likeliest, fixed)
                 blocks = blocks._replace(tokens=tokens)
             own_states = masks.refreshed(fixed) if replacement else masks.refreshed_before(len(anchor))
-            reads, seen = context.extended(refresh.context), [*before, own_states]
+            reads, seen = [*context.draft_model, refresh.draft_context(nets)], [*before, own_states]
         mask = torch.cat([*seen, masks.own(fixed)], dim=-1)
         blocks = draft_pass(nets, blocks, positions, fixed, reads, mask)
     return blocks
@@ -194,7 +201,7 @@ def draft_verified(
     """
     anchor = prefix.anchor.unsqueeze(-1)
     blocks = noised_blocks(prefix, prefix.tokens.gather(1, anchor), anchor, num_draft_tokens)
-    before = [BranchMasks(1, num_draft_tokens + 1, anchor.device).prefix(prefix.mask)]
+    before = [branch_masks(1, num_draft_tokens + 1, anchor.device).prefix(prefix.mask)]
     return draft_refined(nets, blocks, anchor, prefix.context, before, passes, refreshes, replacement).drafts()
 
 
@@ -205,6 +212,7 @@ def foresee(
     block: Tensor,
     confidence: Tensor,
     num_verified: Tensor | None = None,
+    refreshes: bool = True,
 ) -> Foresight:
     """Predict the states of the block under verification, score its outcomes, choose B (Eqs. 5 to 7 and 12).
 
@@ -212,8 +220,9 @@ def foresee(
         block: [rows, T] int64, anchor and draft tokens under verification.
         confidence: [rows, γ], see :class:`Blocks`.
         num_verified: [rows] int64, draft tokens that are really verified where a block was cut; None: all γ.
+        refreshes: whether what follows has context refreshes.
     """
-    masks = BranchMasks(1, block.shape[1], block.device)
+    masks = branch_masks(1, block.shape[1], block.device)
     start = torch.zeros_like(block[:, :1])
     mask = torch.cat([masks.prefix(prefix.mask), masks.own(start)], dim=-1)
     positions = prefix.anchor.unsqueeze(-1) + masks.position
@@ -223,7 +232,8 @@ def foresee(
     if num_verified is not None:
         # After a cut block's last draft token the target says a token of its own, any token: as after γ.
         drafts = drafts.masked_fill(masks.position[:-1] >= num_verified.unsqueeze(-1), -1)
-    return Foresight(log_probs, simulation.context, selector(log_probs, drafts, confidence))
+    context = simulation.context(nets) if refreshes else Context([simulation.draft_context(nets)], [], [])
+    return Foresight(log_probs, context, selector(log_probs, drafts, confidence))
 
 
 def draft_outcomes(
@@ -237,7 +247,7 @@ def draft_outcomes(
     anchor = prefix.anchor.unsqueeze(-1) + outcomes.num_accepted + 1
     bonus_tokens = nets.target.head_token_ids[outcomes.bonus]
     context = prefix.context.extended(foresight.context)
-    masks = BranchMasks(anchor.shape[1], config.block_size, anchor.device)
+    masks = branch_masks(anchor.shape[1], config.block_size, anchor.device)
     before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
     passes, refreshes = config.jacobi_passes, config.context_refreshes
@@ -255,7 +265,8 @@ def predraft(
     num_verified: Tensor | None = None,
 ) -> PreDrafts:
     """The whole round while ``block`` [rows, T] is under verification; arguments as in :func:`foresee`."""
-    foresight = foresee(nets, selector, prefix, block, confidence, num_verified)
+    refreshes = config.context_refreshes > 0
+    foresight = foresee(nets, selector, prefix, block, confidence, num_verified, refreshes)
     outcomes = foresight.outcomes
     drafts = draft_outcomes(nets, config, prefix, foresight, outcomes)
     return PreDrafts(outcomes, nets.target.head_token_ids[outcomes.bonus], drafts)

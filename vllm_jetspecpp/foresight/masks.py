@@ -6,8 +6,16 @@ replacement has settled (0, the anchor, before any).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+
+@cache
+def branch_masks(num_branches: int, block_size: int, device: torch.device) -> BranchMasks:
+    """The one :class:`BranchMasks` of a shape: its constants are made once, not in every round."""
+    return BranchMasks(num_branches, block_size, device)
 
 
 class BranchMasks:

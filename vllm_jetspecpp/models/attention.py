@@ -60,13 +60,28 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def additive(mask: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    """A mask as what is added to scores, made once for many layers.
+
+    Args:
+        mask: [batch, length, num_keys] bool, True where a query sees a key.
+        group: query heads for each key head.
+
+    Returns:
+        [batch, group * length, num_keys]: 0 where a query sees a key, else -inf.
+    """
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return bias.repeat(1, group, 1)
+
+
 def attend(queries: Tensor, segments: list[KeysValues], mask: Tensor) -> Tensor:
     """Grouped-query attention over the concatenated segments.
 
     Args:
         queries: [batch, num_heads, length, head_dim].
         segments: their lengths add up to ``num_keys``.
-        mask: [batch, length, num_keys] bool, True where a query sees a key; every query sees at least one key.
+        mask: [batch, length, num_keys] bool, True where a query sees a key, or :func:`additive` of it; every query
+            sees at least one key.
 
     Returns:
         [batch, num_heads, length, head_dim].
@@ -76,16 +91,17 @@ def attend(queries: Tensor, segments: list[KeysValues], mask: Tensor) -> Tensor:
     batch, heads, length, head_dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
+    bias = additive(mask, queries.dtype, group) if mask.dtype is torch.bool else mask
     # The heads of a group become further queries of their key head: no key is copied for them.
     grouped = queries.reshape(batch, kv_heads, group * length, head_dim)
+    bias = bias.unsqueeze(1)
     if queries.is_cuda:
-        bias = mask.repeat(1, group, 1).unsqueeze(1)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias)
     else:
         # PyTorch's fused kernel takes twice as long on a CPU at these shapes (few queries, docs/LOG.md).
-        scores = torch.matmul(grouped, keys.transpose(-1, -2)).view(batch, kv_heads, group, length, -1)
-        scores = (scores.float() * head_dim**-0.5).masked_fill(~mask[:, None, None], float("-inf"))
-        out = torch.matmul(scores.softmax(-1).to(values.dtype).flatten(2, 3), values)
+        bias = bias.expand(-1, kv_heads, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(bias, grouped.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
+        out = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
     return out.reshape(batch, heads, length, head_dim)
 
 

@@ -31,11 +31,15 @@ class DraftModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.correction = correction
         """A rival's head; None in JetSpec++, DFlash and JetSpec."""
+        self.packed_context: nn.Module | None = None
+        """Makes the context's keys and values of all layers at once, where weights are packed."""
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer from tapped states ``states`` [batch, length, num_taps * hidden], true or predicted."""
         fused = self.hidden_norm(self.fc(states))
-        return [layer.self_attn.keys_values(fused, rope) for layer in self.layers]
+        if self.packed_context is not None:
+            return self.packed_context(fused, rope)
+        return [layer.keys_values(fused, rope) for layer in self.layers]
 
     def forward(self, embeddings: Tensor, rope: Rope, context: list[list[KeysValues]], mask: Tensor) -> Tensor:
         """One draft pass.
@@ -43,7 +47,7 @@ class DraftModel(nn.Module):
         Args:
             embeddings: [batch, length, hidden] of the block's input tokens (anchor, then noise or the current draft).
             context: for every layer, the segments before the block.
-            mask: [batch, length, num_keys] bool.
+            mask: [batch, length, num_keys], see ``attention.attend``.
 
         Returns:
             [batch, length, hidden], normalised: ready for the LM head. Row i belongs to y_i; row 0, the anchor's, is

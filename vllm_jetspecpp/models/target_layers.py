@@ -128,6 +128,10 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
+    def keys_values(self, normed: Tensor, rope: Rope) -> KeysValues:
+        """Keys and values of ``normed`` [batch, length, hidden], which is normalised already."""
+        return self.self_attn.keys_values(normed, rope)
+
     def context_keys_values(self, states: Tensor, rope: Rope) -> KeysValues:
         """Keys and values as if ``states`` [batch, length, hidden] were this layer's input at those positions."""
         return self.self_attn.keys_values(self.input_layernorm(states), rope)
@@ -139,7 +143,7 @@ class TransformerLayer(nn.Module):
             x: [batch, length, hidden].
             rope: of the block's positions.
             context: segments before the block's own keys.
-            mask: [batch, length, num_keys] bool over the segments and, last, the block itself.
+            mask: [batch, length, num_keys] over the segments and, last, the block itself; see ``attention.attend``.
 
         Returns:
             The new states [batch, length, hidden] and the block's own keys and values.

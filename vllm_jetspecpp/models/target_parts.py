@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm_jetspecpp.models.attention import RotaryTable
 from vllm_jetspecpp.models.decoder import Decoder
 from vllm_jetspecpp.models.json_files import read_json, require
+from vllm_jetspecpp.models.packed_linear import PackedLinear
 from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -91,13 +92,18 @@ class TargetParts:
     head_token_ids: Tensor  # [draft_vocab] int64, token of each row
     decoder: Decoder
     rotary: RotaryTable
+    packed_head: PackedLinear | None = None
+    """``head`` over packed weights."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings of ``tokens`` [...] int64 → [..., hidden]."""
-        return F.embedding(tokens, self.embedding)
+        """Embeddings of ``tokens`` [...] int64 → [..., hidden]; float32 before packed weights."""
+        rows = F.embedding(tokens, self.embedding)
+        return rows if self.packed_head is None else rows.float()
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., hidden] → [..., draft_vocab]."""
+        if self.packed_head is not None:
+            return self.packed_head(states)
         # Two dimensions only: the gradient of a strided batch would copy the head once for every row of it.
         return F.linear(states.reshape(-1, states.shape[-1]), self.head).view(*states.shape[:-1], len(self.head))
 

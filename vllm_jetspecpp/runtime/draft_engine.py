@@ -21,7 +21,7 @@ from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector
 from vllm_jetspecpp.models.calibration import Calibration, load_calibration
 from vllm_jetspecpp.models.networks import Networks, load_networks
 from vllm_jetspecpp.runtime.cached_prefixes import CachedPrefixes
-from vllm_jetspecpp.runtime.request_states import RequestStates
+from vllm_jetspecpp.runtime.request_states import Parts, RequestStates
 from vllm_jetspecpp.runtime.slot_history import SlotHistory
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
 from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
@@ -69,6 +69,8 @@ class DraftEngine:
         self.prefixes = CachedPrefixes(self.states, self.history, config.prefix_store_bytes)
         self.cache = OutcomeCache()
         self._uncommitted: tuple[Verified, ...] = ()
+        self._committed = Parts.ALL
+        """Parts that have the states of ``_uncommitted``."""
         self._unsaved: tuple[Verified, ...] = ()
         self._next: list[UnderVerification] = []
         self._under: dict[int, UnderVerification] = {}
@@ -83,7 +85,8 @@ class DraftEngine:
         origins = dict.fromkeys(blocks, Origin.HIT)
         missed = [r for r in wanting if r.slot not in blocks]
         if missed:
-            self._commit()
+            # All that a first pass reads; the rest is written when the answer is on its way.
+            self._commit(Parts.ALL if self.config.round.fallback_refreshes else Parts.DRAFT_MODEL)
             origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
             blocks |= self._fallback(missed)
         self._next = [self._under_verification(r, blocks[r.slot]) for r in wanting]
@@ -112,6 +115,7 @@ class DraftEngine:
                 waiting.append(request)
             self.history.set_states(request.slot, request.state_start, len(request.states))
         self._uncommitted = self._unsaved = batch.requests
+        self._committed = Parts(0)
         if waiting and len(batch.requests) > 1:
             self._commit_in_turn(waiting)
 
@@ -121,6 +125,7 @@ class DraftEngine:
         ready = [request for request in self._uncommitted if request.slot not in slots]
         while ready or waiting:
             turn = self._uncommitted = tuple(ready or waiting[:1])  # nobody ready: the first one's prefix is not known
+            self._committed = Parts(0)
             self._commit()
             self.prefixes.save(turn)
             slots = {request.slot for request in turn}
@@ -191,11 +196,16 @@ class DraftEngine:
     def _num_missing(self, request: Verified) -> int:
         return self.history.num_missing(request.slot, request.anchor_position)
 
-    def _commit(self) -> None:
-        requests, self._uncommitted = [r for r in self._uncommitted if len(r.states)], ()
-        if requests:
+    def _commit(self, parts: Parts = Parts.ALL) -> None:
+        """Write true states that came with the message into the caches of ``parts`` where they are not yet."""
+        parts &= ~self._committed
+        self._committed |= parts
+        requests = [r for r in self._uncommitted if len(r.states)]
+        if self._committed == Parts.ALL:
+            self._uncommitted = ()  # their states lie in the transport's memory
+        if requests and parts:
             states = [r.states.to(self.states.device) for r in requests]
-            self.states.commit([r.slot for r in requests], [r.state_start for r in requests], states)
+            self.states.commit([r.slot for r in requests], [r.state_start for r in requests], states, parts)
 
     def _fallback(self, missed: list[Verified]) -> dict[int, DraftBlock]:
         slots, options = [r.slot for r in missed], self.config.round

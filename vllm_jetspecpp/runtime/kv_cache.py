@@ -28,12 +28,19 @@ class View:
     slots: Tensor  # [rows] int64
     length: int
     start: Tensor | None = None  # [rows] int64; None: position 0, and a slice is read where else is gathered
+    only_slot: int | None = None
+    """The slot where it is one alone and its number is known to the host: on a CPU nothing is copied for it."""
 
     @cached_property
     def positions(self) -> Tensor:
         """[rows, length] int64; every layer of every network reads them."""
         offset = torch.arange(self.length, device=self.slots.device)
         return offset.expand(len(self.slots), -1) if self.start is None else self.start[:, None] + offset
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """The view's slots out of ``slots`` [num_slots, ...]."""
+        only = self.only_slot
+        return slots.index_select(0, self.slots) if only is None else slots[only : only + 1]
 
 
 class SlotCache:
@@ -74,7 +81,7 @@ class SlotCache:
         """What a view shows of one layer: [rows, num_kv_heads, length, head_dim] each."""
         keys, values = self.layers[layer]
         if view.start is None:
-            read = (tensor[:, :, : view.length].index_select(0, view.slots) for tensor in (keys, values))
+            read = (view.rows_of(tensor[:, :, : view.length]) for tensor in (keys, values))
         else:
             slots, positions = view.slots[:, None], view.positions
             read = (tensor[slots, :, positions].transpose(1, 2) for tensor in (keys, values))

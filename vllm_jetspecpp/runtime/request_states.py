@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from enum import Flag, auto
+
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.foresight.foresight import Context, Prefix
+from vllm_jetspecpp.foresight.foresight import Context, Prefix, Segments
+from vllm_jetspecpp.models.attention import Rope
 from vllm_jetspecpp.models.networks import Networks
 from vllm_jetspecpp.runtime.kv_cache import SlotCache, View
 
-CONTEXT_STEP = 128
-"""Contexts are padded to a multiple of this: few shapes, so few CUDA graphs, and little wasted attention."""
+CONTEXT_STEP = {"cuda": 128, "cpu": 32}
+"""Contexts are padded to a multiple of this: few shapes, so few CUDA graphs; on a CPU no more attention than needed."""
 CHUNK = 256
 """Longest piece of a prefill that is committed at once."""
+
+
+class Parts(Flag):
+    """Whose caches a commit writes."""
+
+    DRAFT_MODEL = auto()
+    FORESIGHT = auto()
+    """Adapter and decoder."""
+    ALL = DRAFT_MODEL | FORESIGHT
 
 
 class RequestStates:
@@ -61,7 +73,8 @@ class RequestStates:
 
     def context_length(self, longest: int) -> int:
         """Padded length that covers positions below ``longest``."""
-        return min(-(-longest // CONTEXT_STEP) * CONTEXT_STEP, self.max_length)
+        step = CONTEXT_STEP[self.device.type]
+        return min(-(-longest // step) * step, self.max_length)
 
     def mark(self, slot: int, start: int, end: int) -> None:
         """States of positions [start, end) were written into the caches by somebody else."""
@@ -70,18 +83,21 @@ class RequestStates:
     def prefix(self, slots: list[int], anchors: list[int]) -> Prefix:
         """The verified context of ``slots`` before their anchors, gathered once for a round."""
         anchor = torch.tensor(anchors, device=self.device)
-        view = self._view(torch.tensor(slots, device=self.device), anchor, max(anchors))
+        view = self._view(slots, anchor, max(anchors))
         context = Context(*([cache.read_all(view)] for cache in self.caches))
         longest = self.context_length(max(anchors)) + 2 * self.block_size
-        tokens = self.tokens[:, :longest].index_select(0, view.slots)
+        tokens = view.rows_of(self.tokens[:, :longest])
         return Prefix(context, self._seen(view, anchor), anchor, tokens)
 
-    def _view(self, slots: Tensor, before: Tensor, longest: int) -> View:
+    def _view(self, slots: list[int], before: Tensor, longest: int) -> View:
         """What a context that ends before positions ``before`` [rows], at most ``longest``, is read from."""
+        rows = torch.tensor(slots, device=self.device)
+        # On a GPU the slot is data, so that one captured graph serves all of them.
+        only = slots[0] if len(slots) == 1 and self.device.type == "cpu" else None
         if self.window is None or longest <= self.window:
-            return View(slots, self.context_length(max(longest, 1)))
+            return View(rows, self.context_length(max(longest, 1)), only_slot=only)
         length = self.context_length(self.window)
-        return View(slots, length, (before - length).clamp(min=0))
+        return View(rows, length, (before - length).clamp(min=0))
 
     def _seen(self, view: View, before: Tensor) -> Tensor:
         """[rows, length] bool: positions of ``view`` before ``before`` whose states have arrived."""
@@ -89,22 +105,26 @@ class RequestStates:
         seen = self.arrived[view.slots[:, None], positions] & (positions < before[:, None])
         return seen if self.window is None else seen & (positions >= before[:, None] - self.window)
 
-    def commit(self, slots: list[int], starts: list[int], states: list[Tensor]) -> None:
+    def commit(self, slots: list[int], starts: list[int], states: list[Tensor], parts: Parts = Parts.ALL) -> None:
         """True states of committed tokens: ``states[i]`` [count, num_taps * hidden] at positions from ``starts[i]``.
 
         A decoding step is one padded batch of a block's size; longer pieces (prefill) go chunk by chunk.
+
+        Args:
+            parts: whose caches are written; a block can be drafted when the draft model's are.
         """
         short = [i for i, s in enumerate(states) if 0 < len(s) <= self.block_size]
         if short:
-            self._commit_padded(
-                [slots[i] for i in short], [starts[i] for i in short], [states[i] for i in short], self.block_size
-            )
+            chosen = [slots[i] for i in short], [starts[i] for i in short], [states[i] for i in short]
+            self._commit_padded(*chosen, self.block_size, parts)
         for slot, start, rows in zip(slots, starts, states, strict=True):
             if len(rows) > self.block_size:
                 for first in range(0, len(rows), CHUNK):
-                    self._commit_padded([slot], [start + first], [rows[first : first + CHUNK]], CHUNK)
+                    self._commit_padded([slot], [start + first], [rows[first : first + CHUNK]], CHUNK, parts)
 
-    def _commit_padded(self, slots: list[int], starts: list[int], states: list[Tensor], size: int) -> None:
+    def _commit_padded(
+        self, slots: list[int], starts: list[int], states: list[Tensor], size: int, parts: Parts
+    ) -> None:
         rows, start = torch.tensor(slots, device=self.device), torch.tensor(starts, device=self.device)
         counts = torch.tensor([len(s) for s in states], device=self.device)
         padded = torch.zeros(
@@ -116,23 +136,26 @@ class RequestStates:
         inside = offset < counts[:, None]
         positions = start[:, None] + offset
         where = torch.where(inside, positions, self.max_length)
-        self._write(rows, start, padded, positions.clamp(max=self.max_length - 1), where, max(starts))
-        self.arrived[rows[:, None], where] = inside
-
-    def _write(
-        self, rows: Tensor, start: Tensor, states: Tensor, positions: Tensor, where: Tensor, longest: int
-    ) -> None:
-        """Keys and values of new states in all three caches. ``where`` sends padding to the junk position."""
+        positions = positions.clamp(max=self.max_length - 1)
         rope = self.nets.target.rotary(positions)
-        for cache, network in ((self.draft_model, self.nets.draft_model), (self.adapter, self.nets.adapter)):
-            for layer, segment in enumerate(network.context_keys_values(states, rope)):
-                cache.write(layer, rows, where, segment)
-        self._write_decoder(self._view(rows, start, longest), start, self.nets.deepest(states), positions, where)
+        if Parts.DRAFT_MODEL in parts:
+            self._write(self.draft_model, self.nets.draft_model.context_keys_values(padded, rope), rows, where)
+            self.arrived[rows[:, None], where] = inside
+        if Parts.FORESIGHT in parts:
+            self._write(self.adapter, self.nets.adapter.context_keys_values(padded, rope), rows, where)
+            view = self._view(slots, start, max(starts))
+            self._write_decoder(view, start, self.nets.deepest(padded), rope, where)
 
-    def _write_decoder(self, view: View, start: Tensor, x: Tensor, positions: Tensor, where: Tensor) -> None:
+    @staticmethod
+    def _write(cache: SlotCache, segments: Segments, rows: Tensor, where: Tensor) -> None:
+        """Keys and values of new states, a segment a layer. ``where`` sends padding to the junk position."""
+        for layer, segment in enumerate(segments):
+            cache.write(layer, rows, where, segment)
+
+    def _write_decoder(self, view: View, start: Tensor, x: Tensor, rope: Rope, where: Tensor) -> None:
         """The decoder's layers run over true states too: a layer's keys need the output of the layer below."""
         rows = view.slots
-        rope, size = self.nets.target.rotary(positions), positions.shape[1]
+        size = where.shape[1]
         causal = torch.ones(size, size, dtype=torch.bool, device=self.device).tril().expand(len(rows), -1, -1)
         before = self._seen(view, start).unsqueeze(1).expand(-1, size, -1)
         mask = torch.cat([before, causal], dim=-1)

@@ -20,6 +20,7 @@ from vllm_jetspecpp.config import (
     EngineConfig,
     RoundConfig,
     check_choice,
+    check_draft_weights,
     check_range,
     resolve_class,
 )
@@ -89,6 +90,9 @@ class JetSpecConfig(SpeculativeConfig):
     """Seconds that a step waits for drafts before it goes on without."""
     start_timeout: float = 300.0
     """Seconds that the draft process may take to start."""
+    draft_weights: str = AUTO
+    """``int8``: matrices of a draft process on a CPU are packed as int8. ``plain``: they are of the target's dtype.
+    ``auto``: int8 in bfloat16 where the CPU has instructions for it."""
     draft_engine: str = DEFAULT_ENGINE
     """Dotted path of the class that drafts."""
     target_layer_ids: list[int] | None = None
@@ -108,6 +112,7 @@ class JetSpecConfig(SpeculativeConfig):
         self._check_length()
         self._check_schedule()
         self._resolve_placement()
+        check_draft_weights(self.draft_weights, self.draft_device, self._dtype)
         self._resolve_runner()
 
     def _check_options(self) -> None:
@@ -294,13 +299,18 @@ class JetSpecConfig(SpeculativeConfig):
             target_revision=model.revision,
             download_dir=vllm_config.load_config.download_dir,
             max_model_len=model.max_model_len,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=self._dtype,
             device=self.engine_device,
             num_threads=self._num_threads,
             prefix_store_bytes=self.prefix_store_mib << 20 if vllm_config.cache_config.enable_prefix_caching else 0,
             window=self.draft_window,
+            weights=self.draft_weights,
             engine=self.draft_engine,
         )
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.target_model_config.dtype).removeprefix("torch.")
 
     @property
     def _num_threads(self) -> int:

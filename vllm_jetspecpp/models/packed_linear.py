@@ -1,0 +1,50 @@
+"""Matrix products of the draft process on a CPU: int8 weights in the layout of PyTorch's own int8 kernels.
+
+A round reads every weight several times for a few rows each. PyTorch quantizes the rows as it multiplies (one scale for
+all of them); at these shapes that takes about 40 % of the time of a product in bfloat16 (docs/LOG.md). Only drafts
+depend on it, never the output.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm_jetspecpp.models.weight_files import quantize_rows
+
+
+def has_int8_products() -> bool:
+    """Whether PyTorch has int8 kernels here and the CPU instructions that make them worth it."""
+    return "x86" in torch.backends.quantized.supported_engines and bool(torch.cpu.get_capabilities().get("avx512_vnni"))
+
+
+class PackedLinear(nn.Module):
+    """Linear map with int8 weights, one scale for each output; several maps of one input can be joined.
+
+    Args:
+        weights: [outputs_i, inputs] each; the outputs are joined in this order.
+        biases: [outputs_i] each, all or none of them.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        values, scale = quantize_rows(torch.cat([w.detach().float() for w in weights]))
+        zeros = torch.zeros(len(scale), dtype=torch.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # PyTorch means to drop tensors of this type one day
+            quantized = torch._make_per_channel_quantized_tensor(values, scale.double(), zeros, 0)
+        bias = torch.cat([b.detach().float() for b in biases]) if biases else None
+        self._packed = torch.ops.quantized.linear_prepack(quantized, bias)
+
+    @classmethod
+    def join(cls, *modules: nn.Module) -> PackedLinear:
+        """Of linear modules that read the same input."""
+        biases = [m.bias for m in modules if m.bias is not None]
+        return cls([m.weight for m in modules], biases)  # type: ignore[arg-type, misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs] float32."""
+        return torch.ops.quantized.linear_dynamic(x.float(), self._packed)
