@@ -20,8 +20,8 @@ class Figures:
 
     tok_s: float
     """Tokens per second of one target, all its requests together."""
-    tok_s_error: float
-    """Standard error of ``tok_s`` (batch means)."""
+    tok_s_error: float | None
+    """Standard error of ``tok_s`` (batch means; targets taken as independent); None below 100 rounds."""
     total_tok_s: float
     tau: float
     hit_rate: float | None
@@ -50,7 +50,7 @@ def figures_of(setup: Setup, targets: Sequence[Target], devices: Sequence[DraftD
     """Figures over the rounds after the first ``warm_up`` of every target."""
     per_target = [_counted(target.rounds, setup, warm_up) for target in targets]
     rates = [1000 * c.tokens.sum() / c.lengths.sum() for c in per_target]
-    errors = [1000 * _rate_error(c.tokens, c.lengths) for c in per_target]
+    errors = [error for c in per_target if (error := _rate_error(c.tokens, c.lengths)) is not None]
     tokens, lengths, exposed, hits = (
         np.concatenate([getattr(c, name) for c in per_target]) for name in ("tokens", "lengths", "exposed", "hits")
     )
@@ -59,7 +59,7 @@ def figures_of(setup: Setup, targets: Sequence[Target], devices: Sequence[DraftD
     end = max(target.rounds.ends[-1] for target in targets)
     return Figures(
         tok_s=float(np.mean(rates)),
-        tok_s_error=math.sqrt(sum(e * e for e in errors)) / len(errors),
+        tok_s_error=1000 * math.hypot(*errors) / len(errors) if len(errors) == len(rates) else None,
         total_tok_s=float(np.sum(rates)),
         tau=float(tokens.mean()) / setup.batch_size,
         hit_rate=float(hits.mean()) / setup.batch_size if devices else None,
@@ -95,10 +95,10 @@ def _mean(values: np.ndarray) -> float | None:
     return float(values.mean()) if len(values) else None
 
 
-def _rate_error(tokens: np.ndarray, lengths: np.ndarray, batches: int = 50) -> float:
+def _rate_error(tokens: np.ndarray, lengths: np.ndarray, batches: int = 50) -> float | None:
     """Standard error of Σ tokens / Σ lengths, from residuals summed over runs of rounds: rounds are chained."""
     if len(tokens) < 2 * batches:
-        return float("nan")
+        return None
     residuals = tokens - tokens.sum() / lengths.sum() * lengths
     sums = np.array([part.sum() for part in np.array_split(residuals, batches)])
     return float(math.sqrt(batches * sums.var(ddof=1)) / lengths.sum())
