@@ -236,7 +236,7 @@ def ssd(row: PaperRow) -> Setup:
     """SSD on two GPUs; its misses are part of the fitted pass."""
     assert row.ssd is not None
     options = RoundConfig(SSD_DRAFT_TOKENS, NUM_OUTCOMES, 0, 0)
-    law = Acceptance.constant(1.0, row.ssd[0], row.ssd[0], SSD_DRAFT_TOKENS)
+    law = Acceptance.of(1.0, row.ssd[0], row.ssd[0], SSD_DRAFT_TOKENS)
     passes = CostCurve.of(fit().ssd_pass_ms)
     own = PipelineCosts(verify=CostCurve.of(row.target.verify), draft_pass=passes)
     return Setup(own, options, law, Method.AUTOREGRESSIVE)

@@ -17,13 +17,13 @@ COLOURS = {
 }
 
 
-def _axes(count: int, height: float = 4.2) -> tuple[Any, Any]:
+def _axes(count: int, height: float = 4.2, rows: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(1, count, figsize=(7 * count if count > 1 else 11, height))
+    return plt.subplots(rows, count, figsize=(7 * count if count > 1 else 11, height))
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -52,26 +52,26 @@ def draw_devices(path: Path, records: Sequence[dict[str, Any]], name: str) -> No
 
 
 def draw_sharing(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Eight targets: speed over DSpark, a target's and a GPU's, over the number of draft devices."""
+    """Eight targets: speed over DSpark, a target's above and a GPU's below, over the number of draft devices."""
     names = list(dict.fromkeys(r["deployment"].split(",")[0] for r in records))
-    keys = {"over_inline": "a target", "over_inline_per_gpu": "a GPU, draft devices counted"}
-    figure, grid = _axes(len(names), 5)
-    for axes, name in zip(grid, names, strict=True):
-        lines: dict[tuple[str, float], list[dict[str, Any]]] = {}
-        for r in records:
-            if r["deployment"].split(",")[0] == name:
-                lines.setdefault((r["setting"], r["fill"]), []).append(r)
-        for number, ((setting, fill), points) in enumerate(lines.items()):
-            for key, what in keys.items():
-                style = "o-" if key == "over_inline" else "x:"
-                label = f"{setting}, {what}; J, R of the paper fill {fill:g} of T_verify"
-                x = [p["draft_devices"] for p in points]
-                axes.plot(x, [p[key] for p in points], style, color=f"C{number}", label=label)
-        axes.axhline(1, color="black", lw=0.8)
-        axes.set_xlabel("draft devices of eight targets, one request each")
-        axes.set_ylabel("tokens per second over DSpark (simulated)")
-        axes.set_title(name)
-        axes.legend(fontsize=6)
+    settings = list(dict.fromkeys(r["setting"] for r in records))
+    fills = list(dict.fromkeys(r["fill"] for r in records))
+    titles = {"over_inline": "speed of a target", "over_inline_per_gpu": "tokens per second and GPU"}
+    figure, grid = _axes(len(names), 8, rows=2)
+    for column, name in enumerate(names):
+        for axes, (key, title) in zip(grid[:, column], titles.items(), strict=True):
+            for setting, fill in ((s, f) for s in settings for f in fills):
+                of = {"setting": setting, "fill": fill}
+                points = [r for r in records if r["deployment"].startswith(name) and of.items() <= r.items()]
+                if points:
+                    style = {"color": f"C{settings.index(setting)}", "ls": ("-", "--")[fills.index(fill)]}
+                    label = f"{setting}; the paper's J and R take {fill:g} T_verify"
+                    axes.plot([p["draft_devices"] for p in points], [p[key] for p in points], "o", label=label, **style)
+            axes.axhline(1, color="black", lw=0.8)
+            axes.set_xlabel("draft devices of eight targets, one request each")
+            axes.set_ylabel("over DSpark (simulated)")
+            axes.set_title(f"{name}: {title}")
+            axes.legend(fontsize=7)
     _save(figure, path)
 
 

@@ -1,4 +1,4 @@
-"""Questions of a user who has GPUs to share out, answered by the simulator; the inputs are those of pipeline_paper.py."""
+"""Questions of a user who has GPUs to share out, answered by simulation with the inputs of pipeline_paper.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline_paper import FORESIGHT_KEEPS, ROWS, PaperRow, costs, deployment, fallback_tau, fit, ours, rescaled
+from pipeline_paper import FORESIGHT_KEEPS, MEAN_TAU, ROWS, PaperRow, deployment, fallback_tau, fit, rescaled
 
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.evaluation.pipeline_simulator import (
     Acceptance,
-    Figures,
     Method,
     Profile,
     Setup,
@@ -25,11 +24,13 @@ NUM_TARGETS = 8
 BATCHES = (1, 2, 4, 8, 16, 32)
 FILLS = (1.0, 0.5)
 """Assumed draft round at the paper's J and R, as a share of T_verify: the most that hides, and half of it."""
-POLICIES = {
-    "one at a time": {},
-    "merged": {"merge": True},
-    "late ones dropped": {"drop_queued": True},
+POLICIES: dict[str, dict[str, bool]] = {
+    "first come, first served": {},
+    "fallbacks first": {"fallbacks_first": True},
+    "what waits is merged": {"merge": True},
+    "what is late is dropped": {"drop_queued": True},
 }
+POLICY_DEVICES = (1, 2, 4)
 
 
 def inline_setup(profile: Profile, **options: Any) -> Setup:
@@ -87,7 +88,7 @@ def with_passes(row: PaperRow, jacobi: int, refreshes: int, fill: float) -> Prof
     if (jacobi, refreshes) == (0, 0):
         tau_hit = FORESIGHT_KEEPS * fallback_tau(row)
     elif (jacobi, refreshes) == (1, 1):
-        tau_hit = rescaled(profile.acceptance.after_hit.mean, 8.94, 7.50)
+        tau_hit = rescaled(profile.acceptance.after_hit.mean, MEAN_TAU[row.target.passes], MEAN_TAU[1, 1])
     else:
         raise ValueError(f"J{jacobi}-R{refreshes} is not among the settings that the paper has figures for")
     gamma = profile.round.num_draft_tokens
@@ -137,11 +138,12 @@ class Study:
     def policies(self) -> Iterator[Record]:
         """What the device may do about a queue, at the paper's J and R."""
         for row in ROWS[::2]:
-            for name, policy in POLICIES.items():
-                for devices in (1, 2, 4, 8):
-                    shared = {"num_targets": NUM_TARGETS, "num_draft_devices": devices}
-                    record = compare(deployment(row, FILLS[0]), self.rounds, self.seed, **shared, **policy)
-                    yield record | {"fill": FILLS[0], "policy": name}
+            for fill in FILLS:
+                for name, policy in POLICIES.items():
+                    for devices in POLICY_DEVICES:
+                        shared = {"num_targets": NUM_TARGETS, "num_draft_devices": devices}
+                        record = compare(deployment(row, fill), self.rounds, self.seed, **shared, **policy)
+                        yield record | {"fill": fill, "policy": name}
 
     def run(self) -> Iterator[tuple[str, Record]]:
         """Every record with the question it answers."""
@@ -153,7 +155,8 @@ class Study:
 def count_records() -> int:
     """How many records a study has, for its progress bar."""
     settings = sum(len(settings_of(row)) for row in ROWS[::2])
-    return len(ROWS) + settings * len(FILLS) * (len(BATCHES) + NUM_TARGETS) + 2 * len(POLICIES) * 4
+    policies = len(ROWS[::2]) * len(FILLS) * len(POLICIES) * len(POLICY_DEVICES)
+    return len(ROWS) + settings * len(FILLS) * (len(BATCHES) + NUM_TARGETS) + policies
 
 
 def break_even(records: list[Record]) -> list[Record]:
@@ -285,6 +288,3 @@ def markdown(results: dict[str, list[Record]], checks: list[Record], inputs: lis
         *(*figures_by_device(results["sharing"]), ""),
     ]
     return "\n".join(parts)
-
-
-__all__ = ["Figures", "Study", "break_even", "compare", "costs", "count_records", "inline_setup", "markdown", "ours"]

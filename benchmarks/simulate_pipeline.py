@@ -24,6 +24,7 @@ from typing import Any
 from pipeline_paper import ROWS, Check, PaperRow, deployment, given, ratio_range, table_3
 from pipeline_plots import draw_devices, draw_sharing, draw_timeline
 from pipeline_study import Study, compare, count_records, markdown, pipelined_setup
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -98,6 +99,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write JSON; - is standard output")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="speed over the number of draft devices")
     parser.add_argument("--timeline", type=Path, metavar="PNG", help="the first rounds, device by device")
+    parser.add_argument("--write-profile", type=Path, metavar="FILE", help="the deployment as JSON, to edit")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where a study goes")
     args = parser.parse_args(argv)
     if args.rounds is None:
@@ -142,7 +144,7 @@ def acceptance_of(args: argparse.Namespace, base: Profile | None, options: Round
     tau_hit = args.tau_hit if args.tau_hit is not None else known.after_hit.mean if known else None
     tau_miss = args.tau_miss if args.tau_miss is not None else known.after_miss.mean if known else tau_hit
     assert hit_rate is not None and tau_hit is not None and tau_miss is not None
-    return Acceptance.constant(hit_rate, tau_hit, tau_miss, options.num_draft_tokens)
+    return Acceptance.of(hit_rate, tau_hit, tau_miss, options.num_draft_tokens)
 
 
 def write_json(result: Any, where: str | None) -> None:
@@ -156,7 +158,7 @@ def write_json(result: Any, where: str | None) -> None:
 
 def print_table(title: str, columns: list[str], rows: list[list[str]], console: Console) -> None:
     """A rich table."""
-    made = Table(title=title)
+    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
@@ -214,6 +216,8 @@ def run_study(args: argparse.Namespace, console: Console) -> int:
 def run_deployment(args: argparse.Namespace, console: Console) -> int:
     """One deployment, at every number of draft devices asked for."""
     profile = profile_of(args)
+    if args.write_profile:
+        write_json(profile.to_dict(), str(args.write_profile))
     policy = {name: getattr(args, name) for name in ("merge", "fallbacks_first", "drop_queued")}
     shared = {"num_targets": args.targets, "batch_size": args.batch, **policy}
     records = [
@@ -221,7 +225,7 @@ def run_deployment(args: argparse.Namespace, console: Console) -> int:
     ]
     if args.json != "-":
         print_records(profile, records, console)
-    write_json({"made_by": provenance(), "costs": profile.costs.to_dict(), "records": records}, args.json)
+    write_json({"made_by": provenance(), "profile": profile.to_dict(), "records": records}, args.json)
     if args.plot:
         draw_devices(args.plot, records, profile.name)
     if args.timeline:
@@ -238,25 +242,29 @@ def print_records(profile: Profile, records: list[dict[str, Any]], console: Cons
     def shown(value: float | None, digits: int = 2) -> str:
         return "–" if value is None else f"{value:,.{digits}f}"
 
-    columns = ["draft devices", "tok/s a target", "±", "tok/s in all", "τ", "hit rate", "exposed ms", "waiting ms"]
-    columns += ["devices work", "Eq. 4 tok/s", "over in line", "per GPU", "over plain"]
+    columns = ["draft devices", "tok/s a target", "in all", "τ", "hits", "exposed ms", "wait ms", "busy", "Eq. 4"]
+    columns += ["/ in line", "per GPU", "/ plain"]
     rows = []
     for record in records:
         f = record["jetspecpp"]
-        cells = [str(record["draft_devices"]), shown(f["tok_s"], 1), shown(f["tok_s_error"], 1)]
+        cells = [str(record["draft_devices"]), f"{f['tok_s']:,.0f}±{shown(f['tok_s_error'], 0)}"]
         cells += [shown(f["total_tok_s"], 0), shown(f["tau"]), shown(f["hit_rate"], 3), shown(f["exposed_ms"])]
-        cells += [shown(f["wait_ms"]), shown(f["utilisation"]), shown(record["eq4_tok_s"], 1)]
+        cells += [shown(f["wait_ms"]), shown(f["utilisation"]), shown(record["eq4_tok_s"], 0)]
         rows.append(cells + [shown(record.get(k)) for k in ("over_inline", "over_inline_per_gpu", "over_plain")])
     first = records[0]
     title = f"{profile.name}: {first['targets']} targets, {first['batch']} requests each (simulated)"
     print_table(title, columns, rows, console)
     bound = f"{first['targets_per_device']:.2f}"
-    console.print(f"One draft device has work for itself from {bound} targets on; Eq. 4 knows no queue.")
+    console.print(
+        f"One draft device is full at {bound} such targets. Eq. 4 is for a device of one's own: it has no queue."
+    )
+    console.print("'per GPU' counts targets and draft devices, over drafting in line on the targets alone.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what was asked for; 2 on input that makes no sense."""
-    args, console = parse_args(argv), Console()
+    args = parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         if args.paper_table3:
             return paper_table(args, console)

@@ -85,13 +85,19 @@ class Acceptance:
             raise ValueError(f"hit rates must be from 0 to 1, got {list(self.foreseen)}")
 
     @classmethod
-    def constant(
-        cls, hit_rate: float, tau_hit: float | Sequence[float], tau_miss: float | Sequence[float], num_draft_tokens: int
+    def of(
+        cls,
+        hit_rate: float | Sequence[float],
+        tau_hit: float | Sequence[float],
+        tau_miss: float | Sequence[float],
+        num_draft_tokens: int,
     ) -> Acceptance:
-        """One p_hit whatever the length: what Eq. 4 assumes."""
+        """From one p_hit whatever the length, as Eq. 4 assumes, or one for each of 1 to γ + 1 committed tokens."""
         hit = CommittedTokens.of(tau_hit, num_draft_tokens, "tau_hit")
         miss = CommittedTokens.of(tau_miss, num_draft_tokens, "tau_miss")
-        return cls(hit, miss, (hit_rate,) * (num_draft_tokens + 1))
+        if isinstance(hit_rate, (int, float)):
+            return cls(hit, miss, (float(hit_rate),) * len(hit.law))
+        return cls(hit, miss, tuple(float(p) for p in hit_rate))
 
     @classmethod
     def compounding(

@@ -26,12 +26,15 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], where: str = "profile") -> Profile:
-        """From ``{"costs": …, "round": …, "acceptance": {"hit_rate" | "decoder_error", "tau_hit", "tau_miss"}, …}``.
+        """From ``{"costs": …, "round": …, "acceptance": {"hit_rate", "tau_hit", "tau_miss"}, "tau_inline": …}``.
+
+        ``hit_rate`` is one number or γ + 1 of them (``decoder_error`` may stand for it); a ``tau`` is a mean or γ + 1
+        probabilities.
 
         Raises:
             ValueError: an unknown or missing key, or a value that makes no sense; the message says which.
         """
-        check_keys(values, [*(f.name for f in fields(cls)), "made_by", "marks"], where)
+        check_keys(values, [*(f.name for f in fields(cls)), "made_by"], where)
         for key in ("costs", "round", "acceptance"):
             if not isinstance(values.get(key), Mapping):
                 raise ValueError(f"{where}: {key!r} is missing or no object; needed: costs, round, acceptance")
@@ -57,6 +60,22 @@ class Profile:
             raise ValueError(f"profile {path} must hold a JSON object")
         return cls.from_dict(values, str(path))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``from_dict`` reads them."""
+        law = self.acceptance
+        used = ("num_draft_tokens", "num_outcomes", "jacobi_passes", "context_refreshes")
+        return {
+            "name": self.name,
+            "costs": self.costs.to_dict(),
+            "round": {name: getattr(self.round, name) for name in used},
+            "acceptance": {
+                "hit_rate": list(law.foreseen),
+                "tau_hit": list(law.after_hit.law),
+                "tau_miss": list(law.after_miss.law),
+            },
+            "tau_inline": self.tau_inline,
+        }
+
 
 def _acceptance(values: Mapping[str, Any], num_draft_tokens: int, where: str) -> Acceptance:
     check_keys(values, ("hit_rate", "decoder_error", "tau_hit", "tau_miss"), where)
@@ -64,6 +83,9 @@ def _acceptance(values: Mapping[str, Any], num_draft_tokens: int, where: str) ->
     if missing or ("hit_rate" in values) == ("decoder_error" in values):
         raise ValueError(f"{where} needs tau_hit, tau_miss and one of hit_rate and decoder_error, got {list(values)}")
     taus = values["tau_hit"], values["tau_miss"]
-    if "hit_rate" in values:
-        return Acceptance.constant(float(values["hit_rate"]), *taus, num_draft_tokens)
-    return Acceptance.compounding(float(values["decoder_error"]), *taus, num_draft_tokens)
+    try:
+        if "hit_rate" in values:
+            return Acceptance.of(values["hit_rate"], *taus, num_draft_tokens)
+        return Acceptance.compounding(float(values["decoder_error"]), *taus, num_draft_tokens)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
