@@ -305,6 +305,24 @@ def ratio_range(row: PaperRow, rounds: int, seed: int = 0) -> tuple[float, float
     return low, high
 
 
+FALLBACK_SHARES = (0.5, 0.75, 1.0, 1.25)
+
+
+def exposed_by_fallback() -> list[dict[str, Any]]:
+    """How much rests on T_fallback = DSpark's drafting: exposed ms (closed form) were it a share of that.
+
+    T_comm is fitted anew to the first row for each share.
+    """
+    made = []
+    for row in ROWS:
+        entry: dict[str, Any] = {"row": row.name, "paper": row.exposed_ms}
+        for share in FALLBACK_SHARES:
+            comm = FIT_ROW.exposed_ms - (1 - acceptance(FIT_ROW).hit_rate) * share * FIT_ROW.dspark_ms
+            entry[f"{share:g}"] = round(comm + (1 - acceptance(row).hit_rate) * share * row.dspark_ms, 3)
+        made.append(entry)
+    return made
+
+
 def given() -> list[dict[str, Any]]:
     """Every number that goes in, with its mark and where it comes from."""
     fitted = fit()

@@ -6,7 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline_paper import FORESIGHT_KEEPS, MEAN_TAU, ROWS, PaperRow, deployment, fallback_tau, fit, rescaled
+from pipeline_paper import (
+    FALLBACK_SHARES,
+    FORESIGHT_KEEPS,
+    MEAN_TAU,
+    ROWS,
+    PaperRow,
+    deployment,
+    exposed_by_fallback,
+    fallback_tau,
+    fit,
+    rescaled,
+)
 
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.evaluation.pipeline_simulator import (
@@ -272,6 +283,11 @@ def markdown(results: dict[str, list[Record]], checks: list[Record], inputs: lis
         *(f"- {name}: {value}" for name, value in made_by.items()),
         "",
         *("## The paper's Table 3", "", *table(check_columns, check_rows)),
+        *("", "Exposed ms were T_fallback that share of DSpark's drafting (T_comm fitted anew):", ""),
+        *table(
+            ["row", "the paper's", *(f"share {share:g}" for share in FALLBACK_SHARES)],
+            [list(entry.values()) for entry in exposed_by_fallback()],
+        ),
         *("", "What went in:", "", *table(["what", "value", "mark", "source"], input_rows), ""),
         *("## Two GPUs, one request (tokens per second)", "", *two_gpus_table(results["two_gpus"]), ""),
         *("## Two GPUs, several requests: speed over DSpark on one", ""),

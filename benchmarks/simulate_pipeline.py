@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline_paper import ROWS, Check, PaperRow, deployment, given, ratio_range, table_3
+from pipeline_paper import ROWS, Check, PaperRow, deployment, exposed_by_fallback, given, ratio_range, table_3
 from pipeline_plots import draw_devices, draw_sharing, draw_timeline
 from pipeline_study import Study, compare, count_records, markdown, pipelined_setup
 from rich.box import SIMPLE_HEAD
@@ -203,7 +203,8 @@ def run_study(args: argparse.Namespace, console: Console) -> int:
     checks: list[Check] = table_3(20_000, args.seed)
     as_dicts, made_by = [c.to_dict() for c in checks], provenance()
     (args.out / "README.md").write_text(markdown(results, as_dicts, given(), made_by).rstrip() + "\n")
-    whole = {"made_by": made_by, "inputs": given(), "table_3": as_dicts, **results}
+    whole = {"made_by": made_by, "inputs": given(), "table_3": as_dicts, "exposed_by_fallback": exposed_by_fallback()}
+    whole |= results
     write_json(whole, str(args.out / "results.json"))
     draw_sharing(args.out / "sharing.png", results["sharing"])
     shared = pipelined_setup(deployment(ROWS[0], 0.5), num_targets=3)
