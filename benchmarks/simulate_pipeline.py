@@ -94,7 +94,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     machines.add_argument("--merge", action="store_true", help="a device drafts for all that wait at once")
     machines.add_argument("--fallbacks-first", action="store_true", help="fallbacks overtake draft rounds")
     machines.add_argument("--drop-queued", action="store_true", help="draft rounds that begin too late are given up")
-    parser.add_argument("--rounds", type=int, help="rounds a target (default 20000; a study 3000)")
+    parser.add_argument("--rounds", type=int, help="rounds a target (default 20000; a study 2000)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write JSON; - is standard output")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="speed over the number of draft devices")
@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where a study goes")
     args = parser.parse_args(argv)
     if args.rounds is None:
-        args.rounds = 3000 if args.study else 20_000
+        args.rounds = 2000 if args.study else 20_000
     return args
 
 
