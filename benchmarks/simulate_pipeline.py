@@ -147,6 +147,26 @@ def acceptance_of(args: argparse.Namespace, base: Profile | None, options: Round
     return Acceptance.of(hit_rate, tau_hit, tau_miss, options.num_draft_tokens)
 
 
+def rounded(value: Any) -> Any:
+    """Numbers to six digits, far within the statistical error; everything else as it is."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write_study(result: dict[str, Any], path: Path) -> None:
+    """A line for every record: files of results are read in differences, too."""
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(r, ensure_ascii=False) for r in part) + "\n]"
+        if isinstance(part, list)
+        else f"{json.dumps(name)}: {json.dumps(part)}"
+        for name, part in rounded(result).items()
+    ]
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
 def write_json(result: Any, where: str | None) -> None:
     """To a file or, for ``-``, to standard output."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
@@ -205,7 +225,7 @@ def run_study(args: argparse.Namespace, console: Console) -> int:
     (args.out / "README.md").write_text(markdown(results, as_dicts, given(), made_by).rstrip() + "\n")
     whole = {"made_by": made_by, "inputs": given(), "table_3": as_dicts, "exposed_by_fallback": exposed_by_fallback()}
     whole |= results
-    write_json(whole, str(args.out / "results.json"))
+    write_study(whole, args.out / "results.json")
     draw_sharing(args.out / "sharing.png", results["sharing"])
     shared = pipelined_setup(deployment(ROWS[0], 0.5), num_targets=3)
     segments = simulate(shared, 100, 1, args.seed, timeline_ms=60).segments
