@@ -126,6 +126,8 @@ class EngineConfig:
     """Memory for the states of prefixes that vLLM has cached."""
     window: int | None = None
     """Positions before a block that the draft networks read; None: all."""
+    trace: str | None = None
+    """Where the step recorder's files begin; None: nothing is recorded."""
     engine: str = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
     """Dotted path of the engine class: the place where researchers (and tests) plug in another drafter."""
 

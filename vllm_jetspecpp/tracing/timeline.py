@@ -1,0 +1,187 @@
+"""The picture: both processes over some rounds, and one hit and one miss from close by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_jetspecpp.tracing.phases import DRAFT_PHASES, WORKER_PHASES, Phase
+from vllm_jetspecpp.tracing.rounds import Pieces, Round, Timeline
+
+WORKER_ROW, DRAFT_ROW, HEIGHT = 1.0, 0.0, 0.52
+OUTCOME_COLOUR, REPLY_COLOUR = "#7a3e9d", "#1b7837"
+HIT_COLOUR, MISS_COLOUR = "#1b7837", "#b2182b"
+BEFORE, AFTER = 1.5, 1.5
+"""Milliseconds around an exchange that the close views show."""
+MINOR_SHARE = 0.002
+"""Phases with a smaller share of the time shown get no line in the legend."""
+
+
+def choose_rounds(rounds: Sequence[Round], count: int) -> list[Round]:
+    """Consecutive rounds with hits and misses, if there are such, as near as possible to the median duration."""
+    count = min(count, len(rounds))
+    durations = sorted(r.duration for r in rounds)
+    median = durations[len(durations) // 2]
+
+    def badness(start: int) -> tuple[int, int, float]:
+        some = rounds[start : start + count]
+        gaps = sum(a.end != b.start for a, b in pairwise(some))
+        kinds = len({r.is_hit for r in some})
+        return gaps, -kinds, sum(abs(r.duration - median) for r in some)
+
+    best = min(range(len(rounds) - count + 1), key=badness)
+    return list(rounds[best : best + count])
+
+
+def draw_timeline(path: Path, timeline: Timeline, count: int, skip: int = 0) -> None:
+    """Write the picture.
+
+    Args:
+        count: rounds to show.
+        skip: first rounds not to choose from.
+
+    Raises:
+        ValueError: there are no rounds, or the processes had different clocks.
+    """
+    rounds = timeline.rounds[skip:]
+    if not rounds or not timeline.recording.aligned:
+        raise ValueError("a timeline needs rounds, and both processes on one clock")
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = choose_rounds(rounds, count)
+    closer = [r for r in (typical(shown, hit=True), typical(shown, hit=False)) if r is not None]
+    figure, axes = pyplot.subplots(
+        2, 2, figsize=(20, 10.5), height_ratios=(1, 1), layout="constrained", gridspec_kw={"hspace": 0.06}
+    )
+    grid = axes[0, 0].get_gridspec()
+    for axis in axes[0]:
+        axis.remove()
+    whole = figure.add_subplot(grid[0, :])
+    zero = shown[0].start
+    _draw(whole, timeline, shown, zero, shown[0].start, shown[-1].end)
+    for axis, r in zip(axes[1], closer, strict=False):
+        _draw_close(axis, timeline, r, zero)
+    for axis in axes[1][len(closer) :]:
+        axis.axis("off")
+    whole.set_title(_title(timeline, shown), loc="left", fontsize=13, pad=34)
+    _legend(figure, timeline, shown)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def typical(rounds: Sequence[Round], hit: bool) -> Round | None:
+    """Of these rounds' hits or misses the one whose wait is the median."""
+    some = sorted((r for r in rounds if r.is_hit == hit and r.exchange is not None), key=lambda r: r.exposed)
+    return some[len(some) // 2] if some else None
+
+
+def _title(timeline: Timeline, shown: Sequence[Round]) -> str:
+    header = timeline.recording.header
+    return (
+        f"{header['target']}, γ = {header['num_draft_tokens']}, B = {header['num_outcomes']}, "
+        f"J{header['jacobi_passes']}-R{header['context_refreshes']}, {header['dtype']}: "
+        f"rounds {shown[0].step} to {shown[-1].step}"
+    )
+
+
+def _draw(axis: Any, timeline: Timeline, rounds: Sequence[Round], zero: int, start: int, end: int) -> None:
+    """Both processes from ``start`` to ``end`` (ns): boxes, arrows, and what each round's reply was."""
+    _boxes(axis, timeline.worker, WORKER_PHASES, WORKER_ROW, zero, start, end)
+    _boxes(axis, timeline.draft, DRAFT_PHASES, DRAFT_ROW, zero, start, end)
+    for r in rounds:
+        _arrows(axis, r, zero)
+        _label(axis, r, zero)
+    axis.set_xlim((start - zero) / 1e6, (end - zero) / 1e6)
+    axis.set_ylim(DRAFT_ROW - 0.42, WORKER_ROW + 0.42)
+    axis.set_yticks([WORKER_ROW, DRAFT_ROW], ["vLLM worker\n(target)", "draft\nprocess"], fontsize=12)
+    axis.set_xlabel("ms")
+    axis.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _boxes(axis: Any, pieces: Pieces, phases: Sequence[Phase], row: float, zero: int, start: int, end: int) -> None:
+    """One collection of boxes for each phase; waits are hatched, idle time is an empty frame."""
+    stretches: dict[str, list[tuple[float, float]]] = {}
+    for piece in pieces.between(start, end):
+        left = max(piece.start, start)
+        width = min(piece.end, end) - left
+        stretches.setdefault(piece.phase, []).append(((left - zero) / 1e6, width / 1e6))
+    for phase in phases:
+        if found := stretches.get(phase.name):
+            axis.broken_barh(found, (row - HEIGHT / 2, HEIGHT), zorder=2, **_style(phase))
+
+
+def _style(phase: Phase) -> dict[str, Any]:
+    if phase.name == "wait":
+        return {"facecolor": "white", "edgecolor": "#d62728", "hatch": "////", "linewidth": 0.8}
+    if phase.name == "idle":
+        return {"facecolor": "white", "edgecolor": "#999999", "linewidth": 0.8, "linestyle": ":"}
+    return {"facecolor": phase.colour, "edgecolor": "none"}
+
+
+def _arrows(axis: Any, r: Round, zero: int) -> None:
+    """The outcome's way down and the reply's way up, from when it is sent to when it is in hand."""
+    if r.exchange is None:
+        return
+    top, bottom = WORKER_ROW - HEIGHT / 2, DRAFT_ROW + HEIGHT / 2
+    ways = (
+        (r.send.start, top, r.exchange.received, bottom, OUTCOME_COLOUR),
+        (r.exchange.replying, bottom, r.wait.end, top, REPLY_COLOUR),
+    )
+    for left, source, right, destination, colour in ways:
+        axis.annotate(
+            "",
+            xy=((right - zero) / 1e6, destination),
+            xytext=((left - zero) / 1e6, source),
+            arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0},
+            annotation_clip=True,
+            zorder=4,
+        )
+
+
+def _label(axis: Any, r: Round, zero: int) -> None:
+    """Above the end of a round: what the reply was; above its middle: what was accepted, and the time."""
+    colour = HIT_COLOUR if r.is_hit else MISS_COLOUR
+    end, middle = (r.end - zero) / 1e6, (r.start + r.end) / 2e6 - zero / 1e6
+    axis.axvline(end, color=colour, linewidth=0.9, linestyle="--", zorder=1)
+    accepted = ", ".join(str(k) for *_, k in r.verified)
+    text = f"{'hit' if r.is_hit else 'MISS'}, k = {accepted}"
+    times = f"{r.duration / 1e6:.1f} ms, exposed {r.exposed / 1e6:.2f}"
+    axis.text(middle, WORKER_ROW + 0.53, text, ha="center", color=colour, fontsize=12, fontweight="bold", clip_on=False)
+    axis.text(middle, WORKER_ROW + 0.44, times, ha="center", color="#444444", fontsize=9.5, clip_on=False)
+
+
+def _draw_close(axis: Any, timeline: Timeline, r: Round, zero: int) -> None:
+    """The exchange at the end of one round: from sending its outcome to going on with the reply."""
+    start, end = r.send.start - int(BEFORE * 1e6), r.wait.end + int(AFTER * 1e6)
+    _draw(axis, timeline, [], zero, start, end)
+    _arrows(axis, r, zero)
+    colour = HIT_COLOUR if r.is_hit else MISS_COLOUR
+    causes = ", ".join(f"{cause} {time / 1e6:.2f}" for cause, time in (r.causes() or {}).items() if time >= 5e3)
+    axis.set_title(
+        f"the {'hit' if r.is_hit else 'miss'} of round {r.step}: exposed {r.exposed / 1e6:.2f} ms ({causes})",
+        loc="left",
+        color=colour,
+        fontsize=11.5,
+    )
+
+
+def _legend(figure: Any, timeline: Timeline, shown: Sequence[Round]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    start, end = shown[0].start, shown[-1].end
+    entries: list[Any] = []
+    for pieces, phases in ((timeline.worker, WORKER_PHASES), (timeline.draft, DRAFT_PHASES)):
+        times = pieces.phases(start, end)
+        shown_phases = [phase for phase in phases if times.get(phase.name, 0) > MINOR_SHARE * (end - start)]
+        entries += [Patch(label=phase.text, **_style(phase)) for phase in shown_phases]
+    for colour, text in ((OUTCOME_COLOUR, "outcome"), (REPLY_COLOUR, "reply")):
+        entries.append(Line2D([], [], color=colour, marker=">", label=text))
+    figure.legend(handles=entries, loc="outside lower center", ncols=6, frameon=False, fontsize=10.5)
