@@ -28,7 +28,7 @@ WORKER_PHASES = (
     Phase("forward", VERIFY, "target's forward", "#4c78a8"),
     Phase("logits", VERIFY, "its logits", "#6f9bc8"),
     Phase("sample", VERIFY, "rejection sampler", "#9ecae9"),
-    Phase("engine", HOST, "outside the worker: scheduler, executor, front end", "#bab0ac"),
+    Phase("engine", HOST, "scheduler, executor, front end", "#bab0ac"),
     Phase("prepare", HOST, "inputs of the step", "#c9b8a5"),
     Phase("bookkeeping", HOST, "results of the step", "#a89f91"),
     Phase("message", HOST, "message made", "#8c857b"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm_jetspecpp.tracing.phases import OTHER, Piece, draft_pieces, within, worker_pieces
 from vllm_jetspecpp.tracing.recording import Recording, Span
@@ -83,7 +84,7 @@ class Round:
         edges = [self.wait.start]
         for edge in (self.exchange.asked, self.exchange.received, self.exchange.replying, self.wait.end):
             edges.append(min(max(edge, edges[-1]), self.wait.end))
-        return {name: b - a for name, a, b in zip(CAUSES, edges, edges[1:], strict=True)}
+        return {name: b - a for name, (a, b) in zip(CAUSES, pairwise(edges), strict=True)}
 
     def communication(self) -> int | None:
         """T_comm: the way out, from sending on or from when the draft process listens, and the way back.

@@ -13,10 +13,11 @@ from vllm_jetspecpp.tracing.rounds import Pieces, Round, Timeline
 WORKER_ROW, DRAFT_ROW, HEIGHT = 1.0, 0.0, 0.52
 OUTCOME_COLOUR, REPLY_COLOUR = "#7a3e9d", "#1b7837"
 HIT_COLOUR, MISS_COLOUR = "#1b7837", "#b2182b"
-BEFORE, AFTER = 1.5, 1.5
-"""Milliseconds around an exchange that the close views show."""
-MINOR_SHARE = 0.002
-"""Phases with a smaller share of the time shown get no line in the legend."""
+BEFORE, BEFORE_RECEIVED, AFTER = 1.0, 4.0, 4.0
+"""Milliseconds that the close views show: before the outcome is sent, at most so many before it is received, and after
+the reply is in hand."""
+MINOR_SHARE = 0.003
+"""Phases with a smaller share of a view get no line in the legend for it."""
 
 
 def choose_rounds(rounds: Sequence[Round], count: int) -> list[Round]:
@@ -69,7 +70,7 @@ def draw_timeline(path: Path, timeline: Timeline, count: int, skip: int = 0) -> 
     for axis in axes[1][len(closer) :]:
         axis.axis("off")
     whole.set_title(_title(timeline, shown), loc="left", fontsize=13, pad=34)
-    _legend(figure, timeline, shown)
+    _legend(figure, timeline, [(shown[0].start, shown[-1].end), *map(close_window, closer)])
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -122,7 +123,7 @@ def _style(phase: Phase) -> dict[str, Any]:
         return {"facecolor": "white", "edgecolor": "#d62728", "hatch": "////", "linewidth": 0.8}
     if phase.name == "idle":
         return {"facecolor": "white", "edgecolor": "#999999", "linewidth": 0.8, "linestyle": ":"}
-    return {"facecolor": phase.colour, "edgecolor": "none"}
+    return {"facecolor": phase.colour, "edgecolor": "white", "linewidth": 0.4}
 
 
 def _arrows(axis: Any, r: Round, zero: int) -> None:
@@ -135,14 +136,15 @@ def _arrows(axis: Any, r: Round, zero: int) -> None:
         (r.exchange.replying, bottom, r.wait.end, top, REPLY_COLOUR),
     )
     for left, source, right, destination, colour in ways:
-        axis.annotate(
+        arrow = axis.annotate(
             "",
             xy=((right - zero) / 1e6, destination),
             xytext=((left - zero) / 1e6, source),
             arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0},
-            annotation_clip=True,
+            annotation_clip=False,
             zorder=4,
         )
+        arrow.arrow_patch.set_clip_box(axis.bbox)
 
 
 def _label(axis: Any, r: Round, zero: int) -> None:
@@ -152,36 +154,51 @@ def _label(axis: Any, r: Round, zero: int) -> None:
     axis.axvline(end, color=colour, linewidth=0.9, linestyle="--", zorder=1)
     accepted = ", ".join(str(k) for *_, k in r.verified)
     text = f"{'hit' if r.is_hit else 'MISS'}, k = {accepted}"
-    times = f"{r.duration / 1e6:.1f} ms, exposed {r.exposed / 1e6:.2f}"
+    times = f"{r.duration / 1e6:.1f} ms, {r.exposed / 1e6:.2f} exposed"
     axis.text(middle, WORKER_ROW + 0.53, text, ha="center", color=colour, fontsize=12, fontweight="bold", clip_on=False)
     axis.text(middle, WORKER_ROW + 0.44, times, ha="center", color="#444444", fontsize=9.5, clip_on=False)
 
 
+def close_window(r: Round) -> tuple[int, int]:
+    """Start and end (ns) of the close view of a round's exchange."""
+    assert r.exchange is not None
+    start = max(r.send.start - int(BEFORE * 1e6), r.exchange.received - int(BEFORE_RECEIVED * 1e6))
+    return start, r.wait.end + int(AFTER * 1e6)
+
+
 def _draw_close(axis: Any, timeline: Timeline, r: Round, zero: int) -> None:
     """The exchange at the end of one round: from sending its outcome to going on with the reply."""
-    start, end = r.send.start - int(BEFORE * 1e6), r.wait.end + int(AFTER * 1e6)
-    _draw(axis, timeline, [], zero, start, end)
+    _draw(axis, timeline, [], zero, *close_window(r))
     _arrows(axis, r, zero)
     colour = HIT_COLOUR if r.is_hit else MISS_COLOUR
     causes = ", ".join(f"{cause} {time / 1e6:.2f}" for cause, time in (r.causes() or {}).items() if time >= 5e3)
-    axis.set_title(
-        f"the {'hit' if r.is_hit else 'miss'} of round {r.step}: exposed {r.exposed / 1e6:.2f} ms ({causes})",
-        loc="left",
-        color=colour,
-        fontsize=11.5,
-    )
+    what = f"the {'hit' if r.is_hit else 'miss'} of round {r.step} from close by: exposed {r.exposed / 1e6:.2f} ms"
+    axis.set_title(f"{what}\n({causes})", loc="left", color=colour, fontsize=11.5)
 
 
-def _legend(figure: Any, timeline: Timeline, shown: Sequence[Round]) -> None:
+def _legend(figure: Any, timeline: Timeline, views: Sequence[tuple[int, int]]) -> None:
+    """A line for each phase that one can see in one of the views, and for the arrows."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    start, end = shown[0].start, shown[-1].end
-    entries: list[Any] = []
-    for pieces, phases in ((timeline.worker, WORKER_PHASES), (timeline.draft, DRAFT_PHASES)):
-        times = pieces.phases(start, end)
-        shown_phases = [phase for phase in phases if times.get(phase.name, 0) > MINOR_SHARE * (end - start)]
-        entries += [Patch(label=phase.text, **_style(phase)) for phase in shown_phases]
-    for colour, text in ((OUTCOME_COLOUR, "outcome"), (REPLY_COLOUR, "reply")):
-        entries.append(Line2D([], [], color=colour, marker=">", label=text))
-    figure.legend(handles=entries, loc="outside lower center", ncols=6, frameon=False, fontsize=10.5)
+    arrows = [
+        Line2D([], [], color=colour, marker=">", label=text)
+        for colour, text in ((OUTCOME_COLOUR, "outcome"), (REPLY_COLOUR, "reply"))
+    ]
+    for where, title, pieces, phases, columns in (
+        ("left", "vLLM worker", timeline.worker, WORKER_PHASES, 3),
+        ("right", "draft process", timeline.draft, DRAFT_PHASES, 4),
+    ):
+        times = [(pieces.phases(start, end), end - start) for start, end in views]
+        seen = {name for sums, whole in times for name, time in sums.items() if time > MINOR_SHARE * whole}
+        patches = [Patch(label=phase.text, **_style(phase)) for phase in phases if phase.name in seen]
+        figure.legend(
+            handles=[*patches, *(arrows if where == "left" else ())],
+            loc=f"outside lower {where}",
+            title=title,
+            title_fontproperties={"weight": "bold"},
+            alignment="left",
+            ncols=columns,
+            frameon=False,
+            fontsize=10,
+        )
