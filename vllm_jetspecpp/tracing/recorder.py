@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -41,8 +42,13 @@ def check_directory(folder: str) -> None:
     """Raise ValueError unless ``folder`` is one that files can be written to."""
     if not os.path.isdir(folder):
         raise ValueError(f"trace_directory must be an existing folder, got {folder!r}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"trace_directory must be a folder that can be written to, got {folder!r}")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trace_directory must be a folder that can be written to, got {folder!r} ({error.strerror})"
+        ) from error
 
 
 class Recorder:
