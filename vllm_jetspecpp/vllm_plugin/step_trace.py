@@ -12,6 +12,7 @@ from vllm_jetspecpp.config import EngineConfig
 from vllm_jetspecpp.draft_process.client import DraftClient
 from vllm_jetspecpp.tracing.recorder import Details, Recorder, open_recorder
 from vllm_jetspecpp.transport.messages import DraftBatch, VerifiedBatch
+from vllm_jetspecpp.vllm_plugin import compat
 
 
 def recording_name(directory: str | None, engine: int) -> str | None:
@@ -53,7 +54,8 @@ def trace_worker(runner: Any, client: DraftClient, engine: EngineConfig) -> Reco
 
 def _wrap_steps(recorder: Recorder, runner: Any) -> None:
     """The worker's three calls of a step, what lies between them, and the target's work inside."""
-    v1 = hasattr(runner, "_model_forward")
+    v1 = not hasattr(runner, "speculator")
+    compat.require("trace" if v1 else "trace_v2")
     recorder.wrap(*(runner, "_model_forward") if v1 else (runner.model, "forward"), name="forward")
     recorder.wrap(runner.model, "compute_logits", "logits")
     recorder.wrap(runner, "_sample" if v1 else "sample", "sample")
