@@ -276,7 +276,7 @@ def test_bad_folder(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--from", "."], "no recording in"),
-        (["--rounds", "0"], "--rounds must be an integer from 1"),
+        (["--rounds", "0"], "--rounds must be an integer from 10"),
         (["--bench", "gsm9k"], "did you mean 'gsm8k'"),
     ],
 )

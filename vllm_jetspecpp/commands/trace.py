@@ -61,9 +61,9 @@ def run_trace(args: argparse.Namespace) -> int:
     from vllm_jetspecpp.evaluation.provenance import provenance
     from vllm_jetspecpp.tracing.capture import CaptureError
     from vllm_jetspecpp.tracing.report import render
-    from vllm_jetspecpp.tracing.summary import print_summary
+    from vllm_jetspecpp.tracing.summary import WARM_UP_ROUNDS, print_summary
 
-    for name, low in (("rounds", 1), ("show", 1), ("limit", 1), ("max_tokens", 2)):
+    for name, low in (("rounds", WARM_UP_ROUNDS + 2), ("show", 1), ("limit", 1), ("max_tokens", 2)):
         check_range(f"--{name.replace('_', '-')}", getattr(args, name), low, 1 << 20)
     console = Console(stderr=args.json == "-", width=None if sys.stdout.isatty() else 140)
     if args.recordings is None:

@@ -29,7 +29,7 @@ def choose_rounds(rounds: Sequence[Round], count: int) -> list[Round]:
     def badness(start: int) -> tuple[int, int, float]:
         some = rounds[start : start + count]
         gaps = sum(a.end != b.start for a, b in pairwise(some))
-        kinds = len({r.is_hit for r in some})
+        kinds = len({r.is_hit for r in some[:-1]})  # what follows a miss is to be seen too
         return gaps, -kinds, sum(abs(r.duration - median) for r in some)
 
     best = min(range(len(rounds) - count + 1), key=badness)
