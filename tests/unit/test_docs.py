@@ -24,7 +24,9 @@ def serving() -> str:
     return (ROOT / "docs/serving.md").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/serving.md", "docs/one_request.md", "docs/evaluation.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/serving.md", "docs/one_request.md", "docs/evaluation.md", "docs/tracing.md"]
+)
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for path in re.findall(r"`((?:docs|examples|benchmarks|scripts|checkpoints)/[\w./-]+)`", text):
