@@ -11,6 +11,7 @@ from vllm_jetspecpp import __version__
 from vllm_jetspecpp.commands.common import Subcommands
 from vllm_jetspecpp.commands.demo import add_demo, add_doctor, add_prepare_demo
 from vllm_jetspecpp.commands.evaluation import add_calibrate, add_eval
+from vllm_jetspecpp.commands.trace import add_trace
 from vllm_jetspecpp.commands.training import add_regenerate, add_train
 
 USER_ERROR = 2
@@ -24,6 +25,7 @@ SUBCOMMANDS: tuple[Callable[[Subcommands], None], ...] = (
     add_train,
     add_calibrate,
     add_eval,
+    add_trace,
 )
 """In the order in which ``--help`` shows them."""
 

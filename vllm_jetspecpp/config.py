@@ -140,6 +140,8 @@ class EngineConfig:
     weights: str = AUTO
     """``int8``: the matrices of a draft process on a CPU are packed as int8. ``plain``: they are of ``dtype``.
     ``auto``: int8 where ``dtype`` is bfloat16 and the CPU has instructions for it."""
+    trace: str | None = None
+    """Where the step recorder's files begin; None: nothing is recorded."""
     engine: str = "vllm_jetspecpp.runtime.draft_engine.DraftEngine"
     """Dotted path of the engine class: the place where researchers (and tests) plug in another drafter."""
 

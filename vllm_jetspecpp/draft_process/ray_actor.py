@@ -41,15 +41,19 @@ class DraftActor:
 
         from vllm_jetspecpp.config import EngineConfig, RoundConfig, resolve_class
         from vllm_jetspecpp.draft_process.loop import run_loop
+        from vllm_jetspecpp.tracing.draft_hooks import trace_draft_process
         from vllm_jetspecpp.transport.processes import make_draft_end
 
         config = EngineConfig(**{**engine, "round": RoundConfig(**engine["round"])})
         torch.set_num_threads(config.num_threads)
         drafter = resolve_class(config.engine, "engine")(config)
         end = make_draft_end(transport, handle)
+        recorder = trace_draft_process(drafter, end, config, os.getpid())
         try:
             run_loop(drafter, end, threading.Event())
         finally:
+            if recorder is not None:
+                recorder.close()
             end.close()
 
 

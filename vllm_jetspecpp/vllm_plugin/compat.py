@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu", "trace", "trace_v2"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Symbol:
 
     scope: Scope
     """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
-    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone."""
+    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone, ``trace`` and
+    ``trace_v2`` with option ``trace_directory`` alone."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -274,6 +275,14 @@ SYMBOLS = (
         )
     ),
     Symbol("v2", "vllm.distributed", "get_tp_group", "give every rank the same drafts"),
+    *(
+        Symbol("trace", _RUNNER, f"GPUModelRunner.{name}", "time the target's step [wrapped]")
+        for name in ("_model_forward", "_sample", "execute_model", "sample_tokens", "take_draft_token_ids")
+    ),
+    *(
+        Symbol("trace_v2", _V2_RUNNER, f"GPUModelRunner.{name}", "time the target's step [wrapped]")
+        for name in ("sample", "execute_model", "sample_tokens", "take_draft_token_ids")
+    ),
     Symbol("v2_cpu", "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "run on CPU", mentions="CPUModelRunnerV2"),
     Symbol("v2_cpu", "vllm.v1.worker.cpu.model_runner", "CPUModelRunner", "run on CPU [replaced during init_device]"),
 )

@@ -25,6 +25,7 @@ from vllm_jetspecpp.config import (
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
+from vllm_jetspecpp.tracing.recorder import check_directory
 from vllm_jetspecpp.vllm_plugin import environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 from vllm_jetspecpp.vllm_plugin.target_checks import check_target, check_weights
@@ -93,6 +94,8 @@ class JetSpecConfig(SpeculativeConfig):
     draft_weights: str = AUTO
     """``int8``: matrices of a draft process on a CPU are packed as int8. ``plain``: they are of the target's dtype.
     ``auto``: int8 in bfloat16 where the CPU has instructions for it."""
+    trace_directory: str | None = None
+    """Existing folder in which worker and draft process record their steps, for ``jetspecpp trace --from``."""
     draft_engine: str = DEFAULT_ENGINE
     """Dotted path of the class that drafts."""
     target_layer_ids: list[int] | None = None
@@ -123,6 +126,10 @@ class JetSpecConfig(SpeculativeConfig):
         if self.draft_slots is not None:
             check_range("draft_slots", self.draft_slots, 1, MAX_DRAFT_SLOTS)
         check_range("prefix_store_mib", self.prefix_store_mib, 0, MAX_PREFIX_STORE_MIB)
+        if self.trace_directory is not None:
+            check_directory(self.trace_directory)
+            if self.transport == "local":
+                raise ValueError("trace_directory needs a draft process of its own, which transport 'local' has not")
         # γ may still be unknown; everything else is checked with a valid one.
         self._round(self.num_speculative_tokens or 1)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_jetspecpp.config import EngineConfig
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
+from vllm_jetspecpp.tracing.recorder import Recorder
 from vllm_jetspecpp.vllm_plugin import compat
 from vllm_jetspecpp.vllm_plugin.metrics_file import MetricsWriter
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
+from vllm_jetspecpp.vllm_plugin.step_trace import recording_name, trace_worker
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -22,6 +26,8 @@ class SpecDecodeWorker(Worker):
 
     draft_client: DraftClient | None = None
     metrics_writer: MetricsWriter | None = None
+    recorder: Recorder | None = None
+    engine_config: EngineConfig
 
     def init_device(self) -> None:
         """Start the draft process, which then starts while the target loads, and build the model runner."""
@@ -37,6 +43,8 @@ class SpecDecodeWorker(Worker):
     def _make_client(self) -> DraftClient:
         spec = self.vllm_config.speculative_config
         engine = spec.engine_config(self.vllm_config)
+        trace = recording_name(spec.trace_directory, self.parallel_config.data_parallel_index)
+        self.engine_config = engine = replace(engine, trace=trace)
         if spec.cache_bytes_per_position:
             logger.info("the draft process keeps %s", spec.memory_of(engine))
         return make_client(
@@ -66,6 +74,7 @@ class SpecDecodeWorker(Worker):
                 # Not before: the V2 runner warms up with steps that look like any other.
                 self.model_runner.drafter.client = self.draft_client
                 self._write_metrics()
+                self.recorder = trace_worker(self.model_runner, self.draft_client, self.engine_config)
             return times
 
     def _write_metrics(self) -> None:
@@ -87,6 +96,9 @@ class SpecDecodeWorker(Worker):
         super().shutdown()
 
     def _close_client(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+            self.recorder = None
         if self.draft_client is not None:
             self.draft_client.close()
             self.draft_client = None
