@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ class ChildError(RuntimeError):
     """A method does not run; the message says why."""
 
 
-def environment(method: Method) -> dict[str, str]:
-    """Variables of a child: chosen before torch is imported, the same for all methods but for the threads."""
+def environment(threads: int) -> dict[str, str]:
+    """Variables of a child, chosen before torch is imported: the same for all but for the most threads it may use."""
     path = [str(LIBRARY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "VLLM_PLUGINS": "jetspecpp",
@@ -41,30 +41,33 @@ def environment(method: Method) -> dict[str, str]:
         **{name: value for name, value in SERVE_ENV.items() if name.startswith("MALLOC")},
         "PYTHONPATH": os.pathsep.join(path),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(method.threads),
+        "OMP_NUM_THREADS": str(threads),
+        # vLLM's ngram runs on numba, which would raise OpenMP's threads of the whole process to all cores: two threads
+        # that wait for each other on one core take thirty times as long.
+        "NUMBA_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
 class ChildProcess:
-    """One method's engine in a process group of its own."""
+    """One engine in a process group of its own, for all methods that differ in their cores alone."""
 
-    def __init__(self, method: Method, engine: Mapping[str, Any], log: Path) -> None:
-        self.method, self.log = method, log
+    def __init__(self, methods: Sequence[Method], engine: Mapping[str, Any], log: Path) -> None:
+        self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm_jetspecpp.benchmarking.child"],
-                env=environment(method),
+                env=environment(max(method.threads for method in methods)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,
             )
-        speculative = {"speculative_config": dict(method.speculative)} if method.speculative else {}
-        self._send({"engine": {**engine, **speculative}, "cores": method.cores})
+        speculative = methods[0].speculative
+        self._send({**engine, **({"speculative_config": dict(speculative)} if speculative else {})})
 
     def _send(self, command: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
@@ -92,13 +95,13 @@ class ChildProcess:
         """
         self._receive(timeout)
 
-    def run(self, **command: Any) -> dict[str, Any]:
-        """Have it answer prompts; see ``child.Child.run``.
+    def run(self, method: Method, **command: Any) -> dict[str, Any]:
+        """Have it answer prompts on the method's cores; see ``child.Child.run``.
 
         Raises:
             ChildError: the engine failed.
         """
-        self._send(command)
+        self._send({"cores": method.cores, **command})
         return self._receive(RUN_TIMEOUT)
 
     def cpu_seconds(self) -> float:

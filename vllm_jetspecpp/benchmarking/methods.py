@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,18 @@ class Method:
     name: str
     speculative: Mapping[str, Any]
     """Empty: without drafting."""
-    threads: int
-    """Of the target."""
     cores: tuple[int, ...] | None
-    """Where its process runs; None: it places itself."""
+    """The target's, one thread on each; None: it places itself, with one thread."""
+
+    @property
+    def engine(self) -> str:
+        """Methods that agree in this can share an engine: the same drafting on other cores."""
+        return json.dumps([self.cores is None, dict(self.speculative)], sort_keys=True)
+
+    @property
+    def threads(self) -> int:
+        """Of the target."""
+        return len(self.cores or "1")
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,8 @@ def check_names(choice: Choice) -> None:
         if base_name(name) not in BUILT_IN and "method" not in changes.get(name, {}):
             known = sorted({*DEFAULTS, *BUILT_IN})
             raise ValueError(
-                f"methods: unknown method {name!r}{nearest(name, known)}; known: {', '.join(known)}, any of them on two "
-                f"cores with {BOTH_CORES!r} behind it, and others whose --method-config names a 'method'"
+                f"unknown method {name!r}{nearest(name, known)}; known: {', '.join(known)}; {BOTH_CORES!r} at its end "
+                "means both cores, and --method-config adds others"
             )
 
 
@@ -91,10 +100,10 @@ def make_method(name: str, choice: Choice, unpacked: Path) -> tuple[Method | Non
     changes = dict((choice.changes or {}).get(name, {}))
     options = {**BUILT_IN.get(base, {}), **changes}
     if options.get("method") == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-        return None, "needs arctic-inference, which compiles: pip install --no-deps arctic-inference==0.1.1"
+        return None, "needs arctic-inference (pip install --no-deps arctic-inference==0.1.1, which compiles)"
     if options.get("method") == OURS:
         options = {"model": str(choice.checkpoint), "draft_cores": [other_core], **options}
-        return Method(name, options, 1, None), ""
+        return Method(name, options, None), ""
     if options.get("method") in ON_DISK and "model" not in options:
         folder = choice.rivals / options["method"]
         if not (folder / "config.json").is_file():
@@ -102,8 +111,7 @@ def make_method(name: str, choice: Choice, unpacked: Path) -> tuple[Method | Non
         options["model"] = str(folder)
     if "model" in options and is_packed(Path(options["model"])):
         options["model"] = str(unpacked / options["method"])
-    two = name.endswith(BOTH_CORES)
-    return Method(name, options, 2 if two else 1, choice.cores if two else (target_core,)), ""
+    return Method(name, options, choice.cores if name.endswith(BOTH_CORES) else (target_core,)), ""
 
 
 def is_packed(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from vllm_jetspecpp.benchmarking.answers import compare_answers
@@ -39,12 +38,11 @@ def build_result(config: BenchConfig, outcome: Outcome) -> dict[str, Any]:
     for name, method in outcome.methods.items():
         levels = {str(level): summary(table[key]) for key in sorted(table) if key[0] == name for level in [key[1]]}
         if "1" in levels:
-            said = asdict(method)
             methods[name] = {
                 **levels["1"],
                 "concurrency": levels,
                 "answers": answers.get(name),
-                "threads": said["threads"],
+                "threads": method.threads,
                 "speculative_config": speculative_options(dict(method.speculative)),
             }
     return {

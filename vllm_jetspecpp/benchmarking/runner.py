@@ -6,20 +6,27 @@ The order changes from group to group, so that whatever else the machine does me
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_jetspecpp.benchmarking.children import ChildError, ChildProcess, idle_cores
 from vllm_jetspecpp.benchmarking.methods import Choice, Method, check_names, is_packed, make_method
 from vllm_jetspecpp.benchmarking.records import Run
 from vllm_jetspecpp.benchmarking.workload import BENCHES, Workload, load_workload
 from vllm_jetspecpp.models.json_files import read_json
+from vllm_jetspecpp.models.rival_checkpoint import unpack_rival
+from vllm_jetspecpp.models.target_layers import LayerConfig
+from vllm_jetspecpp.models.target_parts import load_target_config
 
 Report = Callable[[str], None]
+CACHE_BLOCK = 128
+"""Positions in a block of vLLM's cache on CPU."""
 IDLE_SECONDS = 2.0
 WARM_UP_TOKENS = 24
 
@@ -42,7 +49,7 @@ class BenchConfig:
     dtype: str = "bfloat16"
     compiled: bool = False
     budget: float | None = None
-    """Seconds after which no further repeat begins."""
+    """Seconds from the start within which a further repeat must end, judged by the longest so far."""
     work: Path = Path(".cache/bench")
 
 
@@ -72,6 +79,14 @@ def turns(names: Sequence[str], index: int) -> list[str]:
     return order[::-1] if index % 2 else order
 
 
+def cache_bytes(target_config: Any, positions: int, dtype: str) -> int:
+    """Of the target's keys and values of one request; enough for a draft model's of a third as many layers beside."""
+    config = LayerConfig.from_hf(target_config)
+    layers = target_config.num_hidden_layers * 4 // 3 + 1
+    blocks = positions // CACHE_BLOCK + 2
+    return 2 * layers * config.num_kv_heads * config.head_dim * getattr(torch, dtype).itemsize * blocks * CACHE_BLOCK
+
+
 def engine_options(config: BenchConfig, workload: Workload) -> dict[str, Any]:
     """``LLM`` arguments that all methods share."""
     most = max([1, *config.concurrency])
@@ -84,7 +99,7 @@ def engine_options(config: BenchConfig, workload: Workload) -> dict[str, Any]:
         "dtype": config.dtype,
         "max_model_len": length,
         "max_num_seqs": most,
-        "kv_cache_memory_bytes": 1 << 30,
+        "kv_cache_memory_bytes": cache_bytes(load_target_config(config.target), length, config.dtype) * (most + 1),
         # Prompts come again in every repeat: prefill is to be part of each.
         "enable_prefix_caching": False,
         "distributed_executor_backend": "uni",
@@ -98,26 +113,32 @@ def unpack_rivals(methods: Mapping[str, Method], config: BenchConfig) -> None:
         folder = Path(method.speculative.get("model", ""))
         packed = config.choice.rivals / folder.name
         if folder.parent == config.work / "unpacked" and is_packed(packed):
-            from vllm_jetspecpp.models.rival_checkpoint import unpack_rival
-            from vllm_jetspecpp.models.target_parts import load_target_config
-
             unpack_rival(packed, config.target, load_target_config(config.target), folder)
+
+
+def by_engine(methods: Iterable[Method]) -> list[list[Method]]:
+    """Methods that can share an engine."""
+    groups: dict[str, list[Method]] = {}
+    for method in methods:
+        groups.setdefault(method.engine, []).append(method)
+    return list(groups.values())
 
 
 @contextmanager
 def started(outcome: Outcome, config: BenchConfig, say: Report) -> Iterator[dict[str, ChildProcess]]:
-    """Children of all methods that start, as many at a time as there are cores; all ended on the way out."""
+    """Method → child, as many starting at a time as there are cores; all ended on the way out."""
     options = engine_options(config, outcome.workload)
     children: dict[str, ChildProcess] = {}
 
-    def start(method: Method) -> None:
-        say(f"starting {method.name}")
-        child = ChildProcess(method, options, config.work / f"{method.name}.log")
+    def start(methods: list[Method]) -> None:
+        names = [method.name for method in methods]
+        say(f"starting {', '.join(names)}")
+        child = ChildProcess(methods, options, config.work / f"{names[0]}.log")
         try:
             child.wait_ready()
-            children[method.name] = child
+            children.update(dict.fromkeys(names, child))
         except ChildError as error:
-            outcome.skipped[method.name] = str(error).splitlines()[0]
+            outcome.skipped.update(dict.fromkeys(names, str(error).splitlines()[0]))
             child.stop()
         except BaseException:
             child.stop()
@@ -125,11 +146,12 @@ def started(outcome: Outcome, config: BenchConfig, say: Report) -> Iterator[dict
 
     try:
         with ThreadPoolExecutor(len(config.choice.cores)) as pool:
-            list(pool.map(start, outcome.methods.values()))
+            list(pool.map(start, by_engine(outcome.methods.values())))
         yield {name: children[name] for name in outcome.methods if name in children}
     finally:
-        for child in children.values():
-            child.stop()
+        say("stopping")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(ChildProcess.stop, set(children.values())))
 
 
 class Schedule:
@@ -144,14 +166,18 @@ class Schedule:
         workload = self.outcome.workload
         try:
             return self.children[name].run(
+                self.outcome.methods[name],
                 prompts=workload.prompts(indices),
                 concurrency=concurrency,
                 max_tokens=max_tokens,
                 stop_token_ids=workload.stop_token_ids,
             )
         except ChildError as error:
-            self.outcome.skipped[name] = str(error).splitlines()[0]
-            self.children.pop(name).stop()
+            child = self.children[name]
+            child.stop()
+            for other in [other for other in self.children if self.children[other] is child]:
+                self.outcome.skipped[other] = str(error).splitlines()[0]
+                del self.children[other]
             return None
 
     def warm_up(self) -> None:
@@ -206,7 +232,7 @@ def run_bench(config: BenchConfig, say: Report) -> Outcome:
         schedule = Schedule(config, outcome, children, say)
         schedule.warm_up()
         say("waiting for idle")
-        outcome.idle_cores = idle_cores(children.values(), IDLE_SECONDS)
+        outcome.idle_cores = idle_cores(set(children.values()), IDLE_SECONDS)
         longest = 0.0
         for repeat in range(config.repeats):
             repeat_began = time.monotonic()
