@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from vllm_jetspecpp import __version__
+from vllm_jetspecpp.commands.bench import add_bench
 from vllm_jetspecpp.commands.common import Subcommands
 from vllm_jetspecpp.commands.demo import add_demo, add_doctor, add_prepare_demo
 from vllm_jetspecpp.commands.evaluation import add_calibrate, add_eval
@@ -26,6 +27,7 @@ SUBCOMMANDS: tuple[Callable[[Subcommands], None], ...] = (
     add_calibrate,
     add_eval,
     add_trace,
+    add_bench,
 )
 """In the order in which ``--help`` shows them."""
 

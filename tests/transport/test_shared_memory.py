@@ -26,6 +26,23 @@ def test_answers_come_after_both_ends_went_to_sleep():
             assert time.perf_counter() - began < 1.0
 
 
+def test_who_waited_in_vain_sleeps_from_then_on():
+    """The draft process waits half a second at a time: it must not spin at the start of each."""
+    worker = SharedMemoryWorkerEnd(to_draft_bytes=PAGE, to_worker_bytes=PAGE)
+    draft = SharedMemoryDraftEnd(worker.handle, spin=0.2)
+    used = []
+    for expected in (True, False, True):
+        if expected:
+            worker.send(VerifiedBatch(1, (verified(0, [1], torch.ones(1, 8)),)))
+            assert draft.receive(5.0) is not None
+        began = time.thread_time()
+        assert draft.receive(0.4) is None
+        used.append(time.thread_time() - began)
+    assert used[1] < min(used[0], used[2]) / 2
+    draft.close()
+    worker.close()
+
+
 def test_memory_has_no_name_and_is_the_users_alone():
     """Others reach it through /proc/<pid>/fd only, which the kernel opens to the same user (and to root)."""
     worker = SharedMemoryWorkerEnd(to_draft_bytes=PAGE, to_worker_bytes=PAGE)

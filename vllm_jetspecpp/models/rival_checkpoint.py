@@ -255,3 +255,34 @@ def save_rival(
         tensors = {n: v.bfloat16().contiguous() if v.is_floating_point() else v for n, v in tensors.items()}
     save_file(tensors, info.folder / WEIGHT_FILES[0])
     write_json(info.folder / "config.json", config)
+
+
+def unpack_rival(folder: Path, target: Path, target_config: Any, out: Path) -> None:
+    """Write a draft model stored as differences in full, bfloat16, with its LM head: as vLLM loads it.
+
+    Raises:
+        ValueError: it does not fit the target, or reads noise, which vLLM's drafters do not.
+    """
+    info = read_rival(folder, target_config)
+    if info.mask_token_id is None:
+        raise ValueError(f"{folder}/config.json: a draft model with noise inputs is for this package alone")
+    config = read_json(folder / "config.json")
+    written = CheckpointInfo(
+        out,
+        info.target_layer_ids,
+        info.block_size,
+        info.num_draft_layers,
+        (1,),
+        info.draft_vocab_size,
+        config["max_position_embeddings"],
+    )
+    parts = load_rival(info, target, target_config, torch.float32)
+    save_rival(
+        written,
+        target_config,
+        parts,
+        method=info.method,
+        causal=info.causal,
+        mask_token_id=info.mask_token_id,
+        training={"unpacked_from": folder.name},
+    )

@@ -44,7 +44,8 @@ class Ring:
         control: CONTROL_BYTES bytes, zero at first, on a 64-byte boundary.
         data: the ring's memory; its length a multiple of 64.
         peer_alive: whether the process at the other end runs.
-        spin: seconds to look for a record before sleeping. Sleeping costs a wake-up of some 50 µs, spinning a core.
+        spin: seconds to look for a record before sleeping. Sleeping costs a wake-up of some 50 µs, spinning a core: after
+            a wait in vain the next one sleeps at once.
     """
 
     def __init__(self, control: memoryview, data: memoryview, peer_alive: Callable[[], bool], spin: float) -> None:
@@ -54,6 +55,7 @@ class Ring:
         self._capacity = len(data)
         self._peer_alive = peer_alive
         self._spin = spin
+        self._idle = False
         self._record_end = 0
         self._fence = _Fence()
         self._word = ctypes.addressof(ctypes.c_char.from_buffer(control))  # low half of head: little-endian
@@ -108,7 +110,7 @@ class Ring:
             TransportClosed: there is none and the writer is gone.
         """
         now = time.monotonic()
-        deadline, spin_end = now + timeout, now + min(timeout, self._spin)
+        deadline, spin_end = now + timeout, now + (0.0 if self._idle else min(timeout, self._spin))
         while (head := self._control[_HEAD]) == self._control[_TAIL]:
             now = time.monotonic()
             if now < spin_end:
@@ -116,8 +118,10 @@ class Ring:
                 continue
             self._check_open()
             if now >= deadline:
+                self._idle = True
                 return False
             futex.wait(self._word, head & 0xFFFF_FFFF, min(deadline - now, _LOOK_AT_PEER))
+        self._idle = False
         return True
 
     def peek(self) -> memoryview:

@@ -1,0 +1,1 @@
+"""Serving methods compared on one machine in one run: `jetspecpp bench`."""
