@@ -10,7 +10,7 @@ from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.models.attention import KeysValues, Rope
 from vllm_jetspecpp.models.networks import largest, load_networks
-from vllm_jetspecpp.models.packed_layers import PackedContext, PackedLayer
+from vllm_jetspecpp.models.packed_layers import PackedContext, PackedLayer, PackedTaps
 from vllm_jetspecpp.models.packed_linear import PackedLinear
 from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
@@ -71,9 +71,14 @@ def test_packed_layer_is_the_layer(layers: list[TransformerLayer]) -> None:
 
 
 def test_context_of_all_layers_at_once(layers: list[TransformerLayer]) -> None:
-    x, rope = torch.randn(2, 6, 64), rope_of(6)
-    for own, layer in zip(PackedContext(layers)(x, rope), layers, strict=True):
-        for a, b in zip(own, layer.keys_values(x, rope), strict=True):
+    """Of one normalised input, and of tapped states that two and one layers read."""
+    x, states, rope = torch.randn(2, 6, 64), torch.randn(2, 6, 128), rope_of(6)
+    first, second = states.chunk(2, -1)
+    joined = [*PackedContext(layers)(x, rope), *PackedTaps([layers[:2], layers[2:]])(states, rope)]
+    expected = [layer.keys_values(x, rope) for layer in layers]
+    expected += [layer.context_keys_values(s, rope) for layer, s in zip(layers, (first, first, second), strict=True)]
+    for own, plain in zip(joined, expected, strict=True):
+        for a, b in zip(own, plain, strict=True):
             assert a.shape == b.shape and difference(a, b) < 0.03
 
 

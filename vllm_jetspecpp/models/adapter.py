@@ -23,6 +23,8 @@ class Adapter(nn.Module):
     def __init__(self, config: LayerConfig, layers_per_module: list[int]) -> None:
         super().__init__()
         self.stacks = nn.ModuleList(LayerStack(config, count) for count in layers_per_module)
+        self.packed_context: nn.Module | None = None
+        """Makes the context's keys and values of all layers at once, where weights are packed."""
 
     def __iter__(self) -> Iterator[LayerStack]:
         return cast(Iterator[LayerStack], iter(self.stacks))
@@ -34,6 +36,8 @@ class Adapter(nn.Module):
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer, in running order, from tapped states ``states`` [batch, length, num_taps * hidden]."""
+        if self.packed_context is not None:
+            return self.packed_context(states, rope)
         taps = states.chunk(len(self.stacks), dim=-1)
         return [layer.context_keys_values(tap, rope) for stack, tap in zip(self, taps, strict=True) for layer in stack]
 

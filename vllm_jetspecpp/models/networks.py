@@ -13,7 +13,7 @@ from vllm_jetspecpp.models.adapter import Adapter
 from vllm_jetspecpp.models.attention import additive
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, check_checkpoint, load_checkpoint
 from vllm_jetspecpp.models.draft_model import DraftModel
-from vllm_jetspecpp.models.packed_layers import FloatNorm, PackedContext, PackedLayer
+from vllm_jetspecpp.models.packed_layers import FloatNorm, PackedContext, PackedLayer, PackedTaps
 from vllm_jetspecpp.models.packed_linear import PackedLinear, has_int8_products
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetParts, load_target_config, load_target_parts, resolve_folder
@@ -115,6 +115,7 @@ def packs(config: EngineConfig) -> bool:
 def pack_networks(nets: Networks) -> None:
     """Replace the layers, ``fc`` and the LM head of ``nets`` by packed ones, for inference on the CPU."""
     nets.draft_model.packed_context = PackedContext(list(nets.draft_model.layers))
+    nets.adapter.packed_context = PackedTaps([list(stack) for stack in nets.adapter])
     for stack in (nets.draft_model.layers, *nets.adapter, nets.target.decoder.layers):
         for index, layer in enumerate(stack):
             stack[index] = PackedLayer(layer)

@@ -84,28 +84,63 @@ class PackedLayer(nn.Module):
         return x + self.down(F.silu(gate).mul_(up)), own
 
 
-class PackedContext(nn.Module):
-    """Keys and values of one input in all layers of a draft model, by one product."""
+class _JoinedContext(nn.Module):
+    """Keys and values of a context in all layers of a network, rotated in one go."""
 
     def __init__(self, layers: Sequence[TransformerLayer]) -> None:
         super().__init__()
         attentions = [layer.self_attn for layer in layers]
-        first = attentions[0]
-        self.shape = (len(layers), 2, first.num_kv_heads, first.head_dim)
-        self.dtype = first.k_proj.weight.dtype
-        self.weights = PackedLinear.join(
-            *(p for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-        )
-        self.norm = FloatNorm(first.k_norm)
+        self.num_kv_heads, self.head_dim = attentions[0].num_kv_heads, attentions[0].head_dim
+        self.dtype = attentions[0].k_proj.weight.dtype
+        self.k_norm = FloatNorm(attentions[0].k_norm)
         norms = [w for a in attentions if (w := FloatNorm(a.k_norm).weight) is not None]
         if norms:
-            self.norm.weight = torch.stack(norms)[:, None]  # [layers, 1, head_dim]
+            self.k_norm.weight = torch.stack(norms)[:, None]  # [layers, 1, head_dim]
+
+    def _by_layer(self, rows: Tensor, rope: Rope) -> list[KeysValues]:
+        """Products [batch, length, layers * 2 * heads * head_dim], a layer's keys before its values → segments."""
+        keys, values = rows.unflatten(-1, (-1, 2, self.num_kv_heads, self.head_dim)).unbind(-3)
+        keys = rotate(self.k_norm(keys).to(self.dtype).flatten(2, 3).transpose(1, 2), rope)
+        values = values.to(self.dtype).flatten(2, 3).transpose(1, 2)
+        by_layer = (x.split(self.num_kv_heads, dim=1) for x in (keys, values))
+        return [KeysValues(*pair) for pair in zip(*by_layer, strict=True)]
+
+
+class PackedContext(_JoinedContext):
+    """Of one input that is normalised already: a draft model's."""
+
+    def __init__(self, layers: Sequence[TransformerLayer]) -> None:
+        super().__init__(layers)
+        self.weights = PackedLinear.join(
+            *(product for layer in layers for product in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        )
 
     def forward(self, normed: Tensor, rope: Rope) -> list[KeysValues]:
         """``normed`` [batch, length, hidden] → a segment a layer."""
-        rows = self.weights(normed).unflatten(-1, self.shape)
-        keys, values = self.norm(rows[..., 0, :, :]).to(self.dtype), rows[..., 1, :, :].to(self.dtype)
-        keys = rotate(keys.flatten(2, 3).transpose(1, 2), rope)  # [batch, layers * heads, length, head_dim]
-        heads = self.shape[2]
-        by_layer = values.flatten(2, 3).transpose(1, 2).split(heads, dim=1)
-        return [KeysValues(k, v) for k, v in zip(keys.split(heads, dim=1), by_layer, strict=True)]
+        return self._by_layer(self.weights(normed), rope)
+
+
+class PackedTaps(_JoinedContext):
+    """Of the tapped states, each read by the layers of its own module: an adapter's."""
+
+    def __init__(self, stacks: Sequence[Sequence[TransformerLayer]]) -> None:
+        super().__init__([layer for stack in stacks for layer in stack])
+        self.eps = stacks[0][0].input_layernorm.eps
+        self.taps = nn.ModuleList(PackedLinear(*self._after_norm(stack)) for stack in stacks)
+
+    @staticmethod
+    def _after_norm(stack: Sequence[TransformerLayer]) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases of a module's keys and values; a norm's weights are those of the columns it feeds."""
+        pairs = [
+            (product.weight.float() * layer.input_layernorm.weight.float(), product.bias)
+            for layer in stack
+            for product in (layer.self_attn.k_proj, layer.self_attn.v_proj)
+        ]
+        return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
+
+    def forward(self, states: Tensor, rope: Rope) -> list[KeysValues]:
+        """``states`` [batch, length, num_taps * hidden] → a segment a layer, in running order."""
+        rows = states.float().unflatten(-1, (len(self.taps), -1))
+        rows = F.rms_norm(rows, rows.shape[-1:], eps=self.eps)
+        products = [tap(x) for tap, x in zip(self.taps, rows.unbind(-2), strict=True)]
+        return self._by_layer(torch.cat(products, dim=-1), rope)

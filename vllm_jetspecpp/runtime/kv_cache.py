@@ -56,15 +56,14 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, num_kv_heads, max_length + 1, head_dim)
-        self.layers = [
-            KeysValues(*(written_zeros(shape, dtype, device) for _ in KeysValues._fields)) for _ in range(num_layers)
-        ]
+        shape = (num_layers, num_slots, num_kv_heads, max_length + 1, head_dim)
+        self._whole = KeysValues(*(written_zeros(shape, dtype, device) for _ in KeysValues._fields))
+        self.layers = [KeysValues(*layer) for layer in zip(*self._whole, strict=True)]
 
     @property
     def num_bytes(self) -> int:
         """Memory of all layers, in bytes."""
-        return sum(t.nbytes for layer in self.layers for t in layer)
+        return sum(tensor.nbytes for tensor in self._whole)
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, segment: KeysValues) -> None:
         """Store a segment.
@@ -76,6 +75,12 @@ class SlotCache:
         """
         for cache, new in zip(self.layers[layer], segment, strict=True):
             cache[slots[:, None], :, positions] = new.transpose(1, 2)
+
+    def write_all(self, slots: Tensor, positions: Tensor, segments: Sequence[KeysValues]) -> None:
+        """:meth:`write` for every layer at once."""
+        for cache, new in zip(self._whole, zip(*segments, strict=True), strict=True):
+            # Indices apart from each other come first: [rows, length, layers, num_kv_heads, head_dim].
+            cache[:, slots[:, None], :, positions] = torch.stack(new).permute(1, 3, 0, 2, 4)
 
     def read(self, layer: int, view: View) -> KeysValues:
         """What a view shows of one layer: [rows, num_kv_heads, length, head_dim] each."""

@@ -7,7 +7,7 @@ from enum import Flag, auto
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.foresight.foresight import Context, Prefix, Segments
+from vllm_jetspecpp.foresight.foresight import Context, Prefix
 from vllm_jetspecpp.models.attention import Rope
 from vllm_jetspecpp.models.networks import Networks
 from vllm_jetspecpp.runtime.kv_cache import SlotCache, View
@@ -139,18 +139,12 @@ class RequestStates:
         positions = positions.clamp(max=self.max_length - 1)
         rope = self.nets.target.rotary(positions)
         if Parts.DRAFT_MODEL in parts:
-            self._write(self.draft_model, self.nets.draft_model.context_keys_values(padded, rope), rows, where)
+            self.draft_model.write_all(rows, where, self.nets.draft_model.context_keys_values(padded, rope))
             self.arrived[rows[:, None], where] = inside
         if Parts.FORESIGHT in parts:
-            self._write(self.adapter, self.nets.adapter.context_keys_values(padded, rope), rows, where)
+            self.adapter.write_all(rows, where, self.nets.adapter.context_keys_values(padded, rope))
             view = self._view(slots, start, max(starts))
             self._write_decoder(view, start, self.nets.deepest(padded), rope, where)
-
-    @staticmethod
-    def _write(cache: SlotCache, segments: Segments, rows: Tensor, where: Tensor) -> None:
-        """Keys and values of new states, a segment a layer. ``where`` sends padding to the junk position."""
-        for layer, segment in enumerate(segments):
-            cache.write(layer, rows, where, segment)
 
     def _write_decoder(self, view: View, start: Tensor, x: Tensor, rope: Rope, where: Tensor) -> None:
         """The decoder's layers run over true states too: a layer's keys need the output of the layer below."""
