@@ -36,7 +36,7 @@ class DraftModel(nn.Module):
 
     def context_keys_values(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """One segment a layer from tapped states ``states`` [batch, length, num_taps * hidden], true or predicted."""
-        fused = self.hidden_norm(self.fc(states))
+        fused = self.hidden_norm(self.fc(states.to(self.fc.weight.dtype)))
         if self.packed_context is not None:
             return self.packed_context(fused, rope)
         return [layer.keys_values(fused, rope) for layer in self.layers]

@@ -15,6 +15,7 @@ from vllm_jetspecpp.models.checkpoint import CheckpointInfo, check_checkpoint, l
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.packed_layers import FloatNorm, PackedContext, PackedLayer, PackedTaps
 from vllm_jetspecpp.models.packed_linear import PackedLinear, has_int8_products
+from vllm_jetspecpp.models.smoothing import LargestInputs, smoothing
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetParts, load_target_config, load_target_parts, resolve_folder
 
@@ -111,20 +112,52 @@ def packs(config: EngineConfig) -> bool:
     return config.device == "cpu" and config.dtype == "bfloat16" and has_int8_products()
 
 
+NUM_TRIALS = 16
+"""Blocks of random tokens that show what the products of a network read."""
+
+
 @torch.no_grad()
 def pack_networks(nets: Networks) -> None:
-    """Replace the layers, ``fc`` and the LM head of ``nets`` by packed ones, for inference on the CPU."""
-    nets.draft_model.packed_context = PackedContext(list(nets.draft_model.layers))
-    nets.adapter.packed_context = PackedTaps([list(stack) for stack in nets.adapter])
-    for stack in (nets.draft_model.layers, *nets.adapter, nets.target.decoder.layers):
-        for index, layer in enumerate(stack):
-            stack[index] = PackedLayer(layer)
+    """Replace the layers and the LM head of ``nets`` by packed ones, for inference on the CPU.
+
+    ``fc`` stays as it is: it reads states that no norm comes before, and int8 would cost it a twentieth of its output.
+    """
     draft_model, decoder = nets.draft_model, nets.target.decoder
+    blocks, contexts = _trial(nets)
+    layers = list(draft_model.layers)
+    products = [p for layer in layers for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    fused = smoothing(contexts[products[0]], *(p.weight for p in products))
+    draft_model.packed_context = PackedContext(layers, fused)
+    nets.adapter.packed_context = PackedTaps([list(stack) for stack in nets.adapter], blocks)
+    for stack in (draft_model.layers, *nets.adapter, decoder.layers):
+        for index, layer in enumerate(stack):
+            stack[index] = PackedLayer(layer, blocks)
     for module, name, packed in (
-        (draft_model, "fc", PackedLinear.join(draft_model.fc)),
-        (draft_model, "hidden_norm", FloatNorm(draft_model.hidden_norm)),
+        (draft_model, "hidden_norm", FloatNorm(draft_model.hidden_norm, fused)),
         (draft_model, "norm", FloatNorm(draft_model.norm)),
         (decoder, "norm", FloatNorm(decoder.norm)),
     ):
         module.register_module(name, packed)
     nets.target.packed_head = PackedLinear([nets.target.head])
+
+
+def _trial(nets: Networks) -> tuple[LargestInputs, LargestInputs]:
+    """What all products read when the networks run over random tokens: in blocks, and for the draft model's context."""
+    generator = torch.Generator().manual_seed(0)
+    size = min(PART, len(nets.target.rotary.cos))
+    tokens = nets.target.head_token_ids[
+        torch.randint(len(nets.target.head_token_ids), (NUM_TRIALS, size), generator=generator)
+    ]
+    rope = nets.target.rotary(torch.arange(size).expand(NUM_TRIALS, -1))
+    mask = nets.bias(torch.ones(size, size, dtype=torch.bool).tril().expand(NUM_TRIALS, -1, -1))
+    embeddings = nets.target.embed(tokens)
+    blocks, contexts = LargestInputs(), LargestInputs()
+    with blocks.watching(nets.adapter), blocks.watching(nets.target.decoder):
+        states = nets.adapter(embeddings, rope, [[] for _ in range(nets.adapter.num_layers)], mask)
+        nets.target.decoder(nets.deepest(states), rope, [[] for _ in nets.target.decoder.layers], mask)
+    with contexts.watching(nets.draft_model):
+        context = nets.draft_model.context_keys_values(states, rope)
+    with blocks.watching(nets.draft_model.layers):
+        whole = torch.cat([mask, mask], dim=-1)
+        nets.draft_model(embeddings, rope, [[segment] for segment in context], whole)
+    return blocks, contexts

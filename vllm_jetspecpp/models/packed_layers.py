@@ -14,30 +14,40 @@ from torch import Tensor, nn
 
 from vllm_jetspecpp.models.attention import KeysValues, Rope, attend, rotate
 from vllm_jetspecpp.models.packed_linear import PackedLinear
+from vllm_jetspecpp.models.smoothing import SMALLEST, LargestInputs, smoothing
 from vllm_jetspecpp.models.target_layers import RMSNorm, TransformerLayer
 
 
 class FloatNorm(nn.Module):
-    """A root-mean-square norm of float32 values; without weights where it copies a module that does nothing."""
+    """A root-mean-square norm of float32 values; without weights where it copies a module that does nothing.
 
-    def __init__(self, norm: nn.Module) -> None:
+    Args:
+        divisor: [size], what :mod:`smoothing` divides the input of the next product by.
+    """
+
+    def __init__(self, norm: nn.Module, divisor: Tensor | float = 1.0) -> None:
         super().__init__()
-        self.weight = norm.weight.detach().float() if isinstance(norm, RMSNorm) else None
+        self.weight = norm.weight.detach().float() / divisor if isinstance(norm, RMSNorm) else None
         self.eps = norm.eps if isinstance(norm, RMSNorm) else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] → [..., size]."""
         if self.weight is None:
             return x
+        x = x.float()
         if self.weight.ndim == 1:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 class PackedLayer(nn.Module):
-    """A :class:`TransformerLayer` with the same methods over float32 states and packed weights."""
+    """A :class:`TransformerLayer` over float32 states and packed weights.
 
-    def __init__(self, layer: TransformerLayer) -> None:
+    Args:
+        inputs: what the layer's products have seen; smoothed accordingly.
+    """
+
+    def __init__(self, layer: TransformerLayer, inputs: LargestInputs) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads, self.head_dim = (
@@ -46,29 +56,30 @@ class PackedLayer(nn.Module):
             attention.head_dim,
         )
         self.dtype = attention.q_proj.weight.dtype
-        self.norm, self.second_norm = FloatNorm(layer.input_layernorm), FloatNorm(layer.post_attention_layernorm)
+        q, k, v, gate, up = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
+        first = smoothing(inputs[q], q.weight, k.weight, v.weight)
+        second = smoothing(inputs[gate], gate.weight, up.weight)
+        third = smoothing(inputs[mlp.down_proj], mlp.down_proj.weight)
+        self.norm = FloatNorm(layer.input_layernorm, first)
+        self.second_norm = FloatNorm(layer.post_attention_layernorm, second)
         self.k_norm, self.qk_norm = FloatNorm(attention.k_norm), FloatNorm(attention.q_norm)
         if self.k_norm.weight is not None and self.qk_norm.weight is not None:
             norms = [self.qk_norm.weight] * self.num_heads + [self.k_norm.weight] * self.num_kv_heads
             self.qk_norm.weight = torch.stack(norms)  # [heads, head_dim]
-        self.qkv = PackedLinear.join(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.kv = PackedLinear.join(attention.k_proj, attention.v_proj)
-        self.out, self.down = PackedLinear.join(attention.o_proj), PackedLinear.join(mlp.down_proj)
-        self.gate_up = PackedLinear.join(mlp.gate_proj, mlp.up_proj)
+        self.qkv, self.kv = PackedLinear.join(q, k, v, columns=first), PackedLinear.join(k, v, columns=first)
+        self.out, self.down = PackedLinear.join(attention.o_proj), PackedLinear.join(mlp.down_proj, columns=third)
+        # What divides the input of ``down`` divides the outputs of ``up``, which it is made of.
+        self.gate_up = PackedLinear.join(gate, up, columns=second, rows=torch.cat([torch.ones_like(third), 1 / third]))
 
     def _rotated(self, rows: Tensor, norm: FloatNorm, rope: Rope) -> Tensor:
         """[batch, length, heads, head_dim] → [batch, heads, length, head_dim] of the networks' dtype."""
         return rotate(norm(rows).to(self.dtype).transpose(1, 2), rope)
 
-    def keys_values(self, normed: Tensor, rope: Rope) -> KeysValues:
-        """See :class:`TransformerLayer`."""
-        rows = self.kv(normed).unflatten(-1, (2, self.num_kv_heads, self.head_dim))
-        values = rows[..., 1, :, :].to(self.dtype).transpose(1, 2)
-        return KeysValues(self._rotated(rows[..., 0, :, :], self.k_norm, rope), values)
-
     def context_keys_values(self, states: Tensor, rope: Rope) -> KeysValues:
         """See :class:`TransformerLayer`."""
-        return self.keys_values(self.norm(states.float()), rope)
+        rows = self.kv(self.norm(states.float())).unflatten(-1, (2, self.num_kv_heads, self.head_dim))
+        values = rows[..., 1, :, :].to(self.dtype).transpose(1, 2)
+        return KeysValues(self._rotated(rows[..., 0, :, :], self.k_norm, rope), values)
 
     def forward(self, x: Tensor, rope: Rope, context: list[KeysValues], mask: Tensor) -> tuple[Tensor, KeysValues]:
         """See :class:`TransformerLayer`."""
@@ -107,13 +118,16 @@ class _JoinedContext(nn.Module):
 
 
 class PackedContext(_JoinedContext):
-    """Of one input that is normalised already: a draft model's."""
+    """Of one input that is normalised already: a draft model's.
 
-    def __init__(self, layers: Sequence[TransformerLayer]) -> None:
+    Args:
+        columns: [hidden], what the norm has divided its output by.
+    """
+
+    def __init__(self, layers: Sequence[TransformerLayer], columns: Tensor | float = 1.0) -> None:
         super().__init__(layers)
-        self.weights = PackedLinear.join(
-            *(product for layer in layers for product in (layer.self_attn.k_proj, layer.self_attn.v_proj))
-        )
+        products = (product for layer in layers for product in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        self.weights = PackedLinear.join(*products, columns=columns)
 
     def forward(self, normed: Tensor, rope: Rope) -> list[KeysValues]:
         """``normed`` [batch, length, hidden] → a segment a layer."""
@@ -123,24 +137,35 @@ class PackedContext(_JoinedContext):
 class PackedTaps(_JoinedContext):
     """Of the tapped states, each read by the layers of its own module: an adapter's."""
 
-    def __init__(self, stacks: Sequence[Sequence[TransformerLayer]]) -> None:
+    def __init__(self, stacks: Sequence[Sequence[TransformerLayer]], inputs: LargestInputs) -> None:
         super().__init__([layer for stack in stacks for layer in stack])
         self.eps = stacks[0][0].input_layernorm.eps
-        self.taps = nn.ModuleList(PackedLinear(*self._after_norm(stack)) for stack in stacks)
+        factors = [self._smoothing(stack, inputs) for stack in stacks]
+        self.taps = nn.ModuleList(self._join(stack, factor) for stack, factor in zip(stacks, factors, strict=True))
+        self.divisor = torch.stack(factors)  # [num_taps, hidden]
 
     @staticmethod
-    def _after_norm(stack: Sequence[TransformerLayer]) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and biases of a module's keys and values; a norm's weights are those of the columns it feeds."""
-        pairs = [
-            (product.weight.float() * layer.input_layernorm.weight.float(), product.bias)
-            for layer in stack
-            for product in (layer.self_attn.k_proj, layer.self_attn.v_proj)
-        ]
-        return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
+    def _smoothing(stack: Sequence[TransformerLayer], inputs: LargestInputs) -> Tensor:
+        """Of the normalised states before any norm's weights: these become part of the products."""
+        seen, weights = inputs[stack[0].self_attn.q_proj], []
+        for layer in stack:
+            norm, attention = layer.input_layernorm.weight.float(), layer.self_attn
+            weights += [attention.k_proj.weight.float() * norm, attention.v_proj.weight.float() * norm]
+        before = None if seen is None else seen / stack[0].input_layernorm.weight.float().abs().clamp(min=SMALLEST)
+        return smoothing(before, *weights)
+
+    @staticmethod
+    def _join(stack: Sequence[TransformerLayer], factor: Tensor) -> PackedLinear:
+        weights, biases = [], []
+        for layer in stack:
+            for product in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                weights.append(product.weight.float() * layer.input_layernorm.weight.float() * factor)
+                biases += [] if product.bias is None else [product.bias]
+        return PackedLinear(weights, biases)
 
     def forward(self, states: Tensor, rope: Rope) -> list[KeysValues]:
         """``states`` [batch, length, num_taps * hidden] → a segment a layer, in running order."""
         rows = states.float().unflatten(-1, (len(self.taps), -1))
-        rows = F.rms_norm(rows, rows.shape[-1:], eps=self.eps)
+        rows = F.rms_norm(rows, rows.shape[-1:], eps=self.eps) / self.divisor
         products = [tap(x) for tap, x in zip(self.taps, rows.unbind(-2), strict=True)]
         return self._by_layer(torch.cat(products, dim=-1), rope)

@@ -40,10 +40,20 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.quantized.linear_prepack(quantized, bias)
 
     @classmethod
-    def join(cls, *modules: nn.Module) -> PackedLinear:
-        """Of linear modules that read the same input."""
-        biases = [m.bias for m in modules if m.bias is not None]
-        return cls([m.weight for m in modules], biases)  # type: ignore[arg-type, misc]
+    def join(cls, *modules: nn.Linear, columns: Tensor | float = 1.0, rows: Tensor | None = None) -> PackedLinear:
+        """Of linear modules that read the same input.
+
+        Args:
+            columns: [inputs], what to multiply the columns of all weights with.
+            rows: [all outputs], what to multiply outputs with.
+        """
+        weights = [m.weight.detach().float() * columns for m in modules]
+        biases = [m.bias.detach().float() for m in modules if m.bias is not None]
+        if rows is not None:
+            parts = rows.split([len(w) for w in weights])
+            weights = [w * part[:, None] for w, part in zip(weights, parts, strict=True)]
+            biases = [bias * part for bias, part in zip(biases, parts, strict=True)] if biases else []
+        return cls(weights, biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] → [..., outputs] float32."""
