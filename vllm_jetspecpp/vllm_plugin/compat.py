@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu", "bench"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Symbol:
 
     scope: Scope
     """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
-    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone."""
+    goes on without; ``bench`` for `jetspecpp bench` alone; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's
+    model runner V2 alone."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -276,6 +277,12 @@ SYMBOLS = (
     Symbol("v2", "vllm.distributed", "get_tp_group", "give every rank the same drafts"),
     Symbol("v2_cpu", "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "run on CPU", mentions="CPUModelRunnerV2"),
     Symbol("v2_cpu", "vllm.v1.worker.cpu.model_runner", "CPUModelRunner", "run on CPU [replaced during init_device]"),
+    Symbol("bench", "vllm.v1.engine.llm_engine", "LLMEngine.add_request", "drive the engine step by step"),
+    Symbol("bench", "vllm.v1.engine.llm_engine", "LLMEngine.step", "drive the engine step by step"),
+    Symbol("bench", "vllm.sampling_params", "RequestOutputKind.DELTA", "see what each step brings"),
+    Symbol("bench", _RUNNER, "GPUModelRunner._model_forward", "time verification [wrapped]"),
+    Symbol("bench", _RUNNER, "GPUModelRunner._sample", "time verification [wrapped]"),
+    Symbol("bench", _RUNNER, "GPUModelRunner.propose_draft_token_ids", "time drafting in line [wrapped]"),
 )
 
 
