@@ -13,7 +13,7 @@ NAME = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
 
 def test_this_vllm_has_everything() -> None:
-    assert compat.check(("config", "metrics", "worker", "cpu", "v2", "v2_cpu", "trace", "trace_v2")) == []
+    assert compat.check(("config", "metrics", "worker", "cpu", "v2", "v2_cpu", "bench", "trace", "trace_v2")) == []
 
 
 def test_symbols_of_the_v2_runner_are_asked_for_with_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:

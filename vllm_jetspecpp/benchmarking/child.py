@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from vllm_jetspecpp.benchmarking.closed_loop import closed_loop
 from vllm_jetspecpp.benchmarking.step_clock import StepClock
+from vllm_jetspecpp.vllm_plugin import compat
 
 
 class Child:
@@ -31,6 +32,7 @@ class Child:
         self._set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
         from vllm import LLM
 
+        compat.require("bench")
         self.llm = LLM(**engine)
         clocks: list[StepClock] = []
         self.llm.collective_rpc(lambda worker: clocks.append(StepClock(worker)))

@@ -1,4 +1,4 @@
-"""Markdown and plots of a `bench serve` result."""
+"""Markdown and plots of a `jetspecpp bench` result."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ratios_table(result: dict[str, Any]) -> str:
 def answers_table(result: dict[str, Any]) -> str:
     """How many answers equal plain vLLM's."""
     keys = ("compared", "equal", "near_ties", "different")
-    found = [(name, method["answers"]) for name, method in result["methods"].items() if method["answers"]]
+    found = [(name, method["answers"]) for name, method in result["methods"].items() if "answers" in method]
     return table(["answers", *keys], [[name, *(str(counts[key]) for key in keys)] for name, counts in found])
 
 
@@ -88,16 +88,18 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for level in levels(result):
         parts += [f"## {level} at a time", methods_table(result, level)]
-    parts += ["## Ratios", ratios_table(result), "## Answers against plain vLLM's", answers_table(result)]
+    parts += ["## Ratios", ratios_table(result)]
+    if any("answers" in method for method in result["methods"].values()):
+        parts += ["## Answers against plain vLLM's", answers_table(result)]
     if result["skipped"]:
         parts += ["## Skipped", "\n".join(f"* `{name}`: {why}" for name, why in result["skipped"].items())]
     return "\n\n".join(parts) + "\n"
 
 
 def write_report(result: dict[str, Any], folder: Path) -> None:
-    """``serve.json``, ``README.md`` and plots."""
+    """``result.json``, ``README.md`` and plots."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "serve.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    (folder / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     (folder / "README.md").write_text(markdown(result))
     draw_rates(result, folder / "tokens_per_second.png")
     if len(levels(result)) > 1:

@@ -1,12 +1,13 @@
-"""The one JSON object of `bench serve`."""
+"""The one JSON object of `jetspecpp bench`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from vllm_jetspecpp.benchmarking.answers import compare_answers
-from vllm_jetspecpp.benchmarking.measures import by_repeat, summary
-from vllm_jetspecpp.benchmarking.ratios import all_ratios
+from vllm_jetspecpp.benchmarking.measures import summary
+from vllm_jetspecpp.benchmarking.ratios import Table, all_ratios
 from vllm_jetspecpp.benchmarking.runner import BenchConfig, Outcome
 from vllm_jetspecpp.evaluation.provenance import provenance
 
@@ -30,25 +31,46 @@ def speculative_options(options: dict[str, Any]) -> dict[str, Any]:
     return options | ({"model": options["model"].rstrip("/").rpartition("/")[2]} if "model" in options else {})
 
 
-def build_result(config: BenchConfig, outcome: Outcome) -> dict[str, Any]:
-    """Figures of every method at batch 1, all levels under ``concurrency``, ratios, and where they come from."""
-    table = by_repeat(outcome.runs)
-    answers = compare_answers(config.target, outcome.workload, outcome.runs)
+def made_by() -> dict[str, Any]:
+    """Provenance with vLLM's version, paths of this machine left out of the command."""
+    import vllm
+
+    said = provenance()
+    words = [Path(word).name if word.startswith("/") else word for word in said["command"].split()]
+    return said | {"command": " ".join(words), "versions": said["versions"] | {"vllm": vllm.__version__}}
+
+
+def method_figures(outcome: Outcome, table: Table) -> dict[str, dict[str, Any]]:
+    """Figures at the lowest concurrency of every method that has some, and of all under ``concurrency``."""
     methods: dict[str, Any] = {}
     for name, method in outcome.methods.items():
-        levels = {str(level): summary(table[key]) for key in sorted(table) if key[0] == name for level in [key[1]]}
-        if "1" in levels:
+        levels = {str(level): summary(table[of, level]) for of, level in sorted(table) if of == name}
+        if levels:
             methods[name] = {
-                **levels["1"],
+                **next(iter(levels.values())),
                 "concurrency": levels,
-                "answers": answers.get(name),
                 "threads": method.threads,
                 "speculative_config": speculative_options(dict(method.speculative)),
             }
+    return methods
+
+
+def build_result(
+    config: BenchConfig, outcome: Outcome, table: Table, answers: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
+    """Figures of every method, ratios, and where they come from.
+
+    Args:
+        table: figures of each repeat by method and concurrency.
+        answers: by method, how its answers compare with plain vLLM's.
+    """
+    methods = method_figures(outcome, table)
+    for name, counts in answers.items():
+        methods[name]["answers"] = dict(counts)
     return {
         "methods": methods,
         "ratios": all_ratios(table),
         "skipped": outcome.skipped,
         "settings": settings(config, outcome),
-        "provenance": provenance(),
+        "provenance": made_by(),
     }

@@ -69,12 +69,12 @@ class Outcome:
 
 
 def turns(names: Sequence[str], index: int) -> list[str]:
-    """Order of the methods at their ``index``-th turn: another one begins each time, and every other goes backwards.
+    """Order of the methods at their ``index``-th turn: there, back, and then with another one in front.
 
     >>> [turns("abc", i) for i in range(3)]
-    [['a', 'b', 'c'], ['a', 'c', 'b'], ['c', 'a', 'b']]
+    [['a', 'b', 'c'], ['c', 'b', 'a'], ['b', 'c', 'a']]
     """
-    start = index % len(names)
+    start = index // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if index % 2 else order
 
@@ -210,15 +210,14 @@ class Schedule:
         self._turn += 1
 
 
-def run_bench(config: BenchConfig, say: Report) -> Outcome:
-    """Start, warm up, measure, stop.
+def prepare(config: BenchConfig) -> Outcome:
+    """The workload, and every method that can be tried.
 
     Raises:
-        ValueError: an unknown method, or none that runs.
+        ValueError: an unknown method.
         FileNotFoundError: there is no target.
     """
     check_names(config.choice)
-    began = time.monotonic()
     outcome = Outcome(load_workload(config.target, config.per_bench, config.max_tokens, BENCHES))
     for name in config.choice.names:
         method, why_not = make_method(name, config.choice, config.work / "unpacked")
@@ -227,6 +226,18 @@ def run_bench(config: BenchConfig, say: Report) -> Outcome:
         else:
             outcome.methods[name] = method
     unpack_rivals(outcome.methods, config)
+    return outcome
+
+
+def run_bench(config: BenchConfig, say: Report) -> Outcome:
+    """Start, warm up, measure, stop.
+
+    Raises:
+        ValueError: an unknown method, or none that runs.
+        FileNotFoundError: there is no target.
+    """
+    began = time.monotonic()
+    outcome = prepare(config)
     with started(outcome, config, say) as children:
         outcome.start_seconds = time.monotonic() - began
         schedule = Schedule(config, outcome, children, say)

@@ -8,15 +8,22 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_jetspecpp.commands.common import DEMO_CHECKPOINT, Subcommands, counts
 from vllm_jetspecpp.commands.evaluation import eval_target, write_json
 
+if TYPE_CHECKING:
+    from vllm_jetspecpp.benchmarking.runner import BenchConfig
+
 QUICK_BUDGET = 540.0
 """Seconds from the start within which a further repeat of the quick form must end, by the longest so far."""
-RESULTS = Path("benchmarks/results/serve")
+RESULTS, HTTP_RESULTS = Path("benchmarks/results/serve"), Path("benchmarks/results/http")
+HTTP_METHODS = ("plain", "plain_2", "dflash", "jetspecpp")
+"""By default: a server is several processes, and all are kept alive."""
 
 
 def auto_or_int(text: str) -> int | str:
@@ -54,15 +61,19 @@ def core_pair(text: str) -> tuple[int, int]:
 
 
 def add_bench(subcommands: Subcommands) -> None:
-    """``jetspecpp bench serve``."""
+    """``jetspecpp bench serve`` and ``bench http``."""
     parser = subcommands.add_parser("bench", help="serving speed, method beside method")
     kinds = parser.add_subparsers(required=True, metavar="kind")
-    add_serve(kinds)
+    serve = kinds.add_parser("serve", help="plain vLLM, its speculative methods and ours in one run, taking turns")
+    add_options(serve, RESULTS)
+    serve.set_defaults(run=run_serve)
+    http = kinds.add_parser("http", help="the same behind vllm serve, measured with vLLM's own client")
+    add_options(http, HTTP_RESULTS)
+    http.set_defaults(run=run_http_bench)
 
 
-def add_serve(kinds: Subcommands) -> None:
-    """``jetspecpp bench serve``."""
-    parser = kinds.add_parser("serve", help="plain vLLM, its speculative methods and ours in one run, taking turns")
+def add_options(parser: argparse.ArgumentParser, results: Path) -> None:
+    """What both kinds have in common."""
     parser.add_argument("--target", default=None, help="default: $JETSPECPP_DEMO_TARGET, or the demo's")
     parser.add_argument("--checkpoint", type=Path, default=DEMO_CHECKPOINT, help="default: %(default)s")
     parser.add_argument("--rivals", type=Path, default=Path("checkpoints/rivals"), help="default: %(default)s")
@@ -83,8 +94,7 @@ def add_serve(kinds: Subcommands) -> None:
         "--work", type=Path, default=Path(".cache/bench"), help="logs and models (default: %(default)s)"
     )
     parser.add_argument("--json", metavar="FILE", default=None, help="write the result as JSON; - is standard output")
-    parser.add_argument("--out", type=Path, default=None, help=f"report folder (default: {RESULTS}; quick: none)")
-    parser.set_defaults(run=run_serve)
+    parser.add_argument("--out", type=Path, default=None, help=f"report folder (default: {results}; quick: none)")
 
 
 def add_speculative_options(parser: argparse.ArgumentParser) -> None:
@@ -131,49 +141,92 @@ def two_cores(given: tuple[int, int] | None) -> tuple[int, int]:
     return given or (available[0], available[1])
 
 
-def run_serve(args: argparse.Namespace) -> int:
-    """Compare serving methods in this process's children."""
-    from rich.console import Console
+def bench_config(args: argparse.Namespace, defaults: Sequence[str], loaded: Sequence[str] | None) -> BenchConfig:
+    """What was asked for.
 
-    from vllm_jetspecpp.benchmarking.methods import DEFAULTS, Choice
-    from vllm_jetspecpp.benchmarking.report import markdown, write_report
-    from vllm_jetspecpp.benchmarking.result import build_result
-    from vllm_jetspecpp.benchmarking.runner import BenchConfig, run_bench
+    Args:
+        defaults: methods unless ``--methods`` names them.
+        loaded: methods that the quick form measures at more than batch 1.
+    """
+    from vllm_jetspecpp.benchmarking.methods import Choice
+    from vllm_jetspecpp.benchmarking.runner import BenchConfig
 
-    changes = method_changes(args)
-    added = [name for name, _ in args.method_config if name not in DEFAULTS]
-    names = args.methods.split(",") if args.methods else [*DEFAULTS, *added]
-    quick = args.quick
-    choice = Choice(tuple(dict.fromkeys(names)), changes, args.checkpoint, args.rivals, two_cores(args.cores))
+    quick, changes = args.quick, method_changes(args)
+    names = args.methods.split(",") if args.methods else [*defaults, *(name for name, _ in args.method_config)]
     levels = args.concurrency or ((1, 16) if quick else (1, 2, 4, 8, 16))
-    config = BenchConfig(
+    return BenchConfig(
         Path(eval_target(args)),
-        choice,
+        Choice(tuple(dict.fromkeys(names)), changes, args.checkpoint, args.rivals, two_cores(args.cores)),
         args.prompts or (2 if quick else 8),
         args.max_tokens or (96 if quick else 128),
         args.repeats or (3 if quick else 5),
         tuple(level for level in levels if level > 1),
-        ("plain", "plain_2", "jetspecpp") if quick else None,
+        loaded if quick else None,
         dtype=args.dtype,
         compiled=args.compiled,
         budget=QUICK_BUDGET if quick else None,
         work=args.work,
     )
-    # Told to end, it must end its children too.
+
+
+@contextmanager
+def reporting() -> Iterator[Callable[[str], None]]:
+    """Yield what says on standard error how far it is: one line on a terminal, else one after the other."""
+    from rich.console import Console
+
+    # Told to end, it must end what it started too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, began = Console(stderr=True), time.monotonic()
-    with console.status("starting") as status:
+    with console.status("preparing") as status:
 
         def say(text: str) -> None:
             line = f"{time.monotonic() - began:4.0f} s  {text}"
             status.update(line) if console.is_terminal else print(line, file=sys.stderr, flush=True)
 
-        outcome = run_bench(config, say)
-    result = build_result(config, outcome)
+        yield say
+
+
+def publish(result: dict[str, Any], args: argparse.Namespace, results: Path) -> None:
+    """JSON, report folder, and the report for people unless standard output is for JSON."""
+    from vllm_jetspecpp.benchmarking.report import markdown, write_report
+
     write_json(result, args.json)
-    out = args.out or (None if quick else RESULTS)
+    out = args.out or (None if args.quick else results)
     if out is not None:
         write_report(result, out)
     if args.json != "-":
         print(markdown(result))
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Compare serving methods in this process's children."""
+    from vllm_jetspecpp.benchmarking.answers import compare_answers
+    from vllm_jetspecpp.benchmarking.measures import by_repeat
+    from vllm_jetspecpp.benchmarking.methods import DEFAULTS
+    from vllm_jetspecpp.benchmarking.result import build_result
+    from vllm_jetspecpp.benchmarking.runner import run_bench
+
+    config = bench_config(args, DEFAULTS, ("plain", "plain_2", "jetspecpp"))
+    with reporting() as say:
+        outcome = run_bench(config, say)
+        say("comparing answers")
+        answers = compare_answers(config.target, outcome.workload, outcome.runs)
+    publish(build_result(config, outcome, by_repeat(outcome.runs), answers), args, RESULTS)
+    return 0
+
+
+def run_http_bench(args: argparse.Namespace) -> int:
+    """Compare servers with vLLM's client."""
+    from vllm_jetspecpp.benchmarking.over_http import run_http
+    from vllm_jetspecpp.benchmarking.result import build_result
+    from vllm_jetspecpp.demo.server import ServerError
+
+    config = bench_config(args, HTTP_METHODS, None)
+    try:
+        with reporting() as say:
+            outcome, table = run_http(config, say)
+    except ServerError as error:
+        print(f"jetspecpp bench: {error}", file=sys.stderr)
+        return 1
+    publish(build_result(config, outcome, table, {}), args, HTTP_RESULTS)
     return 0

@@ -44,8 +44,8 @@ class Ring:
         control: CONTROL_BYTES bytes, zero at first, on a 64-byte boundary.
         data: the ring's memory; its length a multiple of 64.
         peer_alive: whether the process at the other end runs.
-        spin: seconds to look for a record before sleeping. Sleeping costs a wake-up of some 50 µs, spinning a core:
-            after a wait in vain the next one sleeps at once.
+        spin: seconds to look for a record before sleeping. Sleeping costs a wake-up of some 50 µs, spinning a core: so
+            who waited in vain sleeps at once the next time.
     """
 
     def __init__(self, control: memoryview, data: memoryview, peer_alive: Callable[[], bool], spin: float) -> None:

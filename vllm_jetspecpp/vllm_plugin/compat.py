@@ -14,7 +14,7 @@ from functools import reduce
 from typing import Any, Literal
 
 TESTED_VERSIONS = ("0.32", "0.33")
-Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu", "trace", "trace_v2"]
+Scope = Literal["config", "metrics", "worker", "cpu", "gpu", "v2", "v2_cpu", "bench", "trace", "trace_v2"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Symbol:
 
     scope: Scope
     """Which of our processes needs it: ``config`` where the engine is configured, ``metrics`` there too, but serving
-    goes on without; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's model runner V2 alone, ``trace`` and
-    ``trace_v2`` with option ``trace_directory`` alone."""
+    goes on without; ``bench`` for `jetspecpp bench` alone; the others in a worker, ``v2`` and ``v2_cpu`` with vLLM's
+    model runner V2 alone, ``trace`` and ``trace_v2`` with option ``trace_directory`` alone."""
     module: str
     attribute: str
     """Dotted path inside the module."""
@@ -285,6 +285,12 @@ SYMBOLS = (
     ),
     Symbol("v2_cpu", "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "run on CPU", mentions="CPUModelRunnerV2"),
     Symbol("v2_cpu", "vllm.v1.worker.cpu.model_runner", "CPUModelRunner", "run on CPU [replaced during init_device]"),
+    Symbol("bench", "vllm.v1.engine.llm_engine", "LLMEngine.add_request", "drive the engine step by step"),
+    Symbol("bench", "vllm.v1.engine.llm_engine", "LLMEngine.step", "drive the engine step by step"),
+    Symbol("bench", "vllm.sampling_params", "RequestOutputKind.DELTA", "see what each step brings"),
+    Symbol("bench", _RUNNER, "GPUModelRunner._model_forward", "time verification [wrapped]"),
+    Symbol("bench", _RUNNER, "GPUModelRunner._sample", "time verification [wrapped]"),
+    Symbol("bench", _RUNNER, "GPUModelRunner.propose_draft_token_ids", "time drafting in line [wrapped]"),
 )
 
 
