@@ -64,7 +64,7 @@ def heading(result: dict[str, Any]) -> str:
 
 `{made["command"]}` at {made["commit"]}, {made["date"]}; {versions}; {machine}.
 
-Medians of {result["repeats"]} rounds (quartiles in brackets) whose sizes took turns. Where an axis does not say otherwise:
+Medians of {result["repeats"]} rounds (quartiles in brackets) whose sizes took turns. Where an axis says nothing else:
 context 256, one request, B = 4, γ = 7, J1-R1. Tokens and states are random: cost, not acceptance. The draft model was
 trained for γ up to {result["trained_block"]}; longer blocks run the same weights. The target was made for
 {result["max_position_embeddings"]} positions; what stands beyond them reads a longer rotary table.
