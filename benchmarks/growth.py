@@ -2,20 +2,21 @@
 
 ::
 
-    python benchmarks/growth.py --quick --json -                     # four minutes on one core
+    python benchmarks/growth.py --quick --json -                     # two minutes on one core
     python benchmarks/growth.py --out benchmarks/results/growth      # every size, more repeats
 
 Each size is an engine of its own over the checkpoint's networks, fed with random tokens and states: what is timed,
 from outside, is the answer to an outcome that was foreseen, the answer to one that was not, and the work behind an
 answer (commit, foresee, draft). Rounds of all sizes take turns. Quality plays no part: blocks longer than the
 checkpoint was trained for are drafted with the same weights. FLOPs of matrix products and bytes of new tensors are
-counted beside the seconds. The exit status is 1 where something grows with the square of the context.
+counted beside the seconds. glibc keeps its memory as in the demo's server (``--default-malloc``: as it likes). The exit
+status is 1 where something grows with the square of the context.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import random
 import statistics
 import sys
@@ -31,7 +32,9 @@ from growth_rounds import Point, Rounds
 from rich.console import Console
 from rich.progress import track
 
+from vllm_jetspecpp.commands.evaluation import eval_target, write_json
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
+from vllm_jetspecpp.demo.run import SERVE_ENV
 from vllm_jetspecpp.evaluation.provenance import provenance
 from vllm_jetspecpp.models.calibration import load_calibration
 from vllm_jetspecpp.models.networks import load_networks
@@ -113,9 +116,27 @@ def squares(fitted: dict[str, dict[str, Exponent]]) -> list[str]:
     ]
 
 
+def dearer(fitted: dict[str, dict[str, Exponent]]) -> list[str]:
+    """Times that grow faster than linearly between the two largest contexts, whether or not the whole fit shows it."""
+    return [
+        f"{part} ({axis}), {exponent.tail:.2f}"
+        for axis in fitted
+        if AXES[axis][0] == "context"
+        for part, exponent in fitted[axis].items()
+        if part in PARTS and exponent.low > 0 and exponent.tail > SQUARE
+    ]
+
+
+def run_as_served() -> None:
+    """Start this script again with the memory settings of the demo's server, which glibc reads at start alone."""
+    settings = {name: value for name, value in SERVE_ENV.items() if name.startswith("MALLOC_")}
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default=".cache/smollm2-135m-instruct")
+    parser.add_argument("--target", default=None, help="folder of the target (default: the demo's, made on first use)")
     parser.add_argument("--checkpoint", default="checkpoints/smollm2-135m-instruct")
     parser.add_argument("--axis", action="append", choices=list(AXES), help="only this one; may be repeated")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
@@ -123,6 +144,7 @@ def main() -> int:
     parser.add_argument("--longest-context", type=int, default=LONGEST_CONTEXT, help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1, help="processor cores (default: %(default)s)")
+    parser.add_argument("--default-malloc", action="store_true", help="without the server's memory settings")
     parser.add_argument("--out", type=Path, default=None, help="folder for README.md, growth.json and growth.png")
     parser.add_argument(
         "--json", default=None, metavar="PATH", help="figures as one JSON object; - for standard output"
@@ -131,11 +153,13 @@ def main() -> int:
     repeats = args.repeats or (7 if args.quick else 15)
     if repeats < 2:
         parser.error(f"--repeats must be at least 2, got {repeats}")
+    if not args.default_malloc:
+        run_as_served()
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
 
     longest = RoundConfig(LONGEST_BLOCK)
-    config = EngineConfig(args.target, args.checkpoint, longest, 1, args.longest_context, dtype=args.dtype)
+    config = EngineConfig(eval_target(args), args.checkpoint, longest, 1, args.longest_context, dtype=args.dtype)
     nets, info = load_networks(config)
     found: dict[str, Any] = {}
     fitted: dict[str, dict[str, Exponent]] = {}
@@ -161,9 +185,11 @@ def main() -> int:
     result = {
         "axes": found,
         "square_in_context": faults,
+        "dearer_at_the_end": dearer(fitted),
         "repeats": repeats,
         "threads": args.threads,
         "dtype": args.dtype,
+        "default_malloc": args.default_malloc,
         "trained_block": info.block_size - 1,
         "max_position_embeddings": info.max_position_embeddings,
         "made_by": provenance(),
@@ -171,10 +197,7 @@ def main() -> int:
     if args.out is not None:
         write(args.out, result, fitted)
         console.print(f"{args.out} written")
-    if args.json == "-":
-        print(json.dumps(result))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    write_json(result, args.json)
     for fault in faults:
         console.print(f"grows faster than linearly with the context: {fault}", style="red")
     return 1 if faults else 0

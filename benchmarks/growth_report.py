@@ -59,7 +59,13 @@ def heading(result: dict[str, Any]) -> str:
         else "**Nothing in a round grows with the square of the context**: matrix products and new tensors, counted, "
         "grow linearly or not at all, and no fitted time's interval lies above linear growth."
     )
-    machine = f"{made['machine']}, {result['threads']} thread(s), {result['dtype']}"
+    if late := result["dearer_at_the_end"]:
+        verdict += (
+            f"\nBetween the two largest contexts these times grow faster than linearly: {'; '.join(late)}. "
+            "The counted work does not: it is memory."
+        )
+    malloc = "glibc's own memory settings" if result["default_malloc"] else "memory settings of the demo's server"
+    machine = f"{made['machine']}, {result['threads']} thread(s), {result['dtype']}, {malloc}"
     return f"""# Growth of a round
 
 `{made["command"]}` at {made["commit"]}, {made["date"]}; {versions}; {machine}.

@@ -101,7 +101,7 @@ def test_exponents() -> None:
 
 
 def test_what_counts_as_a_square() -> None:
-    from growth import squares
+    from growth import dearer, squares
     from growth_fit import Exponent
 
     linear, square = Exponent(1.02, 0.9, 1.25, 1.1), Exponent(1.8, 1.7, 1.9, 1.95)
@@ -110,3 +110,6 @@ def test_what_counts_as_a_square() -> None:
     )
     assert squares({"context": {"work": square, "bytes": linear}}) == ["work (context): 1.80 (1.70 to 1.90)"]
     assert len(squares({"context, window": {"bytes": square}})) == 1
+    assert dearer({"context": {"work": linear, "answer_miss": square, "bytes": square}}) == [
+        "answer_miss (context), 1.95"
+    ]
