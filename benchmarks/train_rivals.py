@@ -2,13 +2,15 @@
 
 ::
 
-    python benchmarks/train_rivals.py dflash jetspec dspark domino ssd --work WORK --initialise WORK/draft.safetensors
+    python benchmarks/train_rivals.py dflash jetspec dspark domino ssd eagle3 --work WORK \\
+        --initialise WORK/draft.safetensors
     python benchmarks/train_rivals.py --ablations --work WORK
 
 WORK is a folder that ``jetspecpp regenerate`` and ``jetspecpp train states`` have filled (docs/training.md). A model
-goes to ``--out`` (``.cache/rivals``), in its method's own format; the five that come with the repository are small
-differences from its checkpoint (``--out checkpoints/rivals --delta-of checkpoints/smollm2-135m-instruct``). A model
-that is there already is not trained again, and a run that was stopped goes on.
+goes to ``--out`` (``.cache/rivals``), in its method's own format; those that come with the repository are small:
+differences from its checkpoint, eagle3's in int8 (``--out checkpoints/rivals --delta-of
+checkpoints/smollm2-135m-instruct``). A model that is there already is not trained again, and a run that was stopped
+goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ RIVALS = {
     "every-prefix": ["--mode", "jetspecpp", "--all-prefixes", "--zero-share", "0.5"],
     # No other method's weights can start an autoregressive model, so it gets more steps and a higher rate.
     "ssd": ["--mode", "ssd", "--steps", "3000", "--learning-rate", "1e-3", "--initialise", "target"],
+    # A head of one layer starts from nothing (the target's layers only mislead it at first): as many steps as SSD's,
+    # and half the block for twice the anchors, since vLLM's eagle3 drafts a few tokens.
+    "eagle3": [
+        *("--mode", "eagle3", "--steps", "3000", "--learning-rate", "1e-3", "--initialise", "random"),
+        *("--block-size", "8", "--anchors", "32"),
+    ],
 }
 ABLATIONS = {
     "ours": ["--mode", "jetspecpp"],
@@ -94,7 +102,7 @@ def main() -> None:
     parser.add_argument("--target", default=".cache/smollm2-135m-instruct")
     parser.add_argument("--work", type=Path, required=True, help="folder with states/ and token_ids.safetensors")
     parser.add_argument("--out", type=Path, default=Path(".cache/rivals"))
-    parser.add_argument("--initialise", default="target", help="weights that all rivals but ssd start from")
+    parser.add_argument("--initialise", default="target", help="weights that all rivals but ssd and eagle3 start from")
     parser.add_argument("--steps", type=int, default=1200, help="of a rival (default: %(default)s)")
     parser.add_argument("--ablation-steps", type=int, default=400, help="of an ablation (default: %(default)s)")
     parser.add_argument("--delta-of", default=None, help="pack small differences from this checkpoint, as shipped")

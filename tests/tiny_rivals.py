@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import make_tiny_llama
+from vllm_jetspecpp.models.attention import Rope
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo
 from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.eagle3 import Eagle3Head, save_head
 from vllm_jetspecpp.models.logit_correction import GruCorrection, LogitCorrection, MarkovCorrection
 from vllm_jetspecpp.models.rival_checkpoint import RivalParts, save_rival
 from vllm_jetspecpp.models.target_layers import LayerConfig
-from vllm_jetspecpp.models.target_parts import TargetWeights, load_target_config
+from vllm_jetspecpp.models.target_parts import TargetParts, TargetWeights, load_target_config
 
 TAPS = (1, 3, 5)
 METHODS = ("dflash", "jetspec", "dspark", "domino")
@@ -46,6 +48,44 @@ def make_tiny_rival(target: Path, folder: Path, method: str, draft_vocab_size: i
     parts = RivalParts(model, weights.lm_head()[token_ids], token_ids, weights.embedding())
     save_rival(info, hf_config, parts, method=method, causal=method == "jetspec", mask_token_id=3, training={})
     return folder
+
+
+def make_tiny_eagle3(target: Path, folder: Path, draft_vocab_size: int = 100, seed: int = 0) -> Path:
+    """A small EAGLE-3 head with random weights, wide enough that every step's state and token matter."""
+    hf_config = load_target_config(target)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(LayerConfig.from_hf(hf_config))
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=0.2)
+        token_ids = torch.randperm(hf_config.vocab_size)[:draft_vocab_size].sort().values
+    save_head(head, hf_config, list(TAPS), token_ids, folder, {})
+    return folder
+
+
+@torch.inference_mode()
+def eagle3_logits(head: Eagle3Head, parts: TargetParts, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """One sequence the plain way, no block masks: logits [count, draft_vocab] of the steps that read known tokens.
+
+    Args:
+        states: [n, 3 * hidden], the target's over the first n tokens.
+        tokens: [n + count] int64; the token at n is the anchor.
+    """
+    n, embeddings = len(states), parts.embed(tokens[None])
+    causal = torch.ones(1, n, n, dtype=torch.bool).tril()
+    out, own = head.midlayer(embeddings[:, 1 : n + 1], head.fc(states[None]), rope_at(parts, 0, n), [], causal)
+    rows, context = [out[:, -1:]], [own]
+    for at in range(n, len(tokens) - 1):
+        seen = torch.ones(1, 1, at + 1, dtype=torch.bool)
+        row, own = head.midlayer(embeddings[:, at + 1 : at + 2], rows[-1], rope_at(parts, at, at + 1), context, seen)
+        rows.append(row)
+        context.append(own)
+    return parts.logits(head.norm(torch.cat(rows, dim=1)))[0]
+
+
+def rope_at(parts: TargetParts, start: int, end: int) -> Rope:
+    return parts.rotary(torch.arange(start, end)[None])
 
 
 def make_tiny_small_model(folder: Path) -> Path:

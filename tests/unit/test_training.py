@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.tiny_rivals import eagle3_logits
 from tests.tiny_training import SIZES, make_training_data
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine
 from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 from vllm_jetspecpp.models.checkpoint import check_checkpoint
+from vllm_jetspecpp.models.eagle3 import eagle3_taps, load_head
 from vllm_jetspecpp.models.rival_checkpoint import load_rival, read_rival
 from vllm_jetspecpp.models.small_model import load_small_model
 from vllm_jetspecpp.models.target_parts import load_target_config
@@ -38,6 +40,7 @@ from vllm_jetspecpp.training.target_states import (
 from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter, source_layers
 from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective
 from vllm_jetspecpp.training.train_draft import DraftObjective, mask_token_id
+from vllm_jetspecpp.training.train_eagle3 import Eagle3Objective
 from vllm_jetspecpp.training.trainer import Progress, learning_rate_factor
 
 
@@ -415,6 +418,45 @@ def test_small_autoregressive_model_is_a_hugging_face_folder(work: Path) -> None
             at = int(batch.anchors[n, a])
             own = engine.logits(batch.sequence[n, : at + 1].tolist())[-1]
             torch.testing.assert_close(logits[n, a, 0], own[ids], atol=1e-4, rtol=1e-4)
+
+
+def test_eagle3_learns_by_steps_that_equal_a_loop_over_anchors(work: Path) -> None:
+    """Its loss falls, what is packed small comes back, and the unrolled blocks are one sequence after another."""
+    packed, record = train_rival(work, "eagle3", 30)
+    assert record[-1]["loss"] < 0.96 * record[0]["loss"]
+    target, source = work / "target", open_cache(work / "states")
+    small, hf_config = packed.parent / "small", load_target_config(work / "target")
+    recipe.pack(str(target), "tiny", packed.parent, small, SIZES, delta_of=work)
+    ids = load_file(work / "token_ids.safetensors")["token_ids"].long()
+    head, token_ids = load_head(small, hf_config)
+    assert torch.equal(ids, token_ids)
+    assert (small / "model.safetensors").stat().st_size < 0.6 * (packed / "model.safetensors").stat().st_size
+    with pytest.raises(ValueError, match="expected a small head"):
+        load_head(packed, hf_config)
+    hf_config.hidden_size *= 2
+    with pytest.raises(ValueError, match="another target's head"):
+        load_head(small, hf_config)
+
+    info = SIZES.info(str(target), packed)
+    setup = prepare(str(target), source.sequences, info, ids, 8, torch.device("cpu"), torch.float32)
+    weights = str(packed.parent / "draft.safetensors")
+    objective = Eagle3Objective(setup, source, replace(CONFIGS["draft"], mode="eagle3", initialise=weights))
+    for name, value in objective.model.state_dict().items():
+        torch.testing.assert_close(head.state_dict()[name], value, atol=float(value.abs().max()) / 200, rtol=0)
+    batch = make_batch(source, setup.held_out[:3], 3, SIZES.block_size, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = objective.logits(batch)
+        for n, a in itertools.product(range(3), range(3)):
+            at, count = int(batch.anchors[n, a]), int(batch.inside[n, a, 1:].sum())
+            tokens = torch.cat([batch.sequence[n, :at], batch.tokens[n, a, :count]])
+            expected = eagle3_logits(objective.model, setup.parts, batch.context[n, :at].float(), tokens)
+            torch.testing.assert_close(logits[n, a, :count], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_eagle3_needs_three_taps() -> None:
+    assert eagle3_taps((1, 7, 14, 21, 27)) == [0, 2, 4]
+    with pytest.raises(ValueError, match=r"reads 3 tapped layers, got \[1, 5\]: raise --num-taps"):
+        eagle3_taps((1, 5))
 
 
 def test_rivals_as_differences_from_a_checkpoint(work: Path) -> None:

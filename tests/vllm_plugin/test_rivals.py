@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from tests.tiny_models import make_tiny_llama
-from tests.tiny_rivals import TAPS, make_tiny_rival
+from tests.tiny_rivals import TAPS, eagle3_logits, make_tiny_eagle3, make_tiny_rival
 from tests.vllm_plugin.conftest import generate, running_engine
 from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
+from vllm_jetspecpp.models.eagle3 import load_head, materialise
+from vllm_jetspecpp.models.target_parts import load_target_config, load_target_parts
 
 COUNT = 5
+PROMPT = list(range(3, 20))
 
 
 @torch.inference_mode()
@@ -27,6 +30,24 @@ def own_drafts(engine: ParallelEngine, model: Any, tokens: list[int]) -> list[in
     return list(engine.draft())
 
 
+def answer_and_proposals(
+    target: Path, rival: Path, method: str, proposer: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[int], list[list[int]]]:
+    """What vLLM answers with a built-in ``method``, and all that its drafter proposed on the way."""
+    proposed: list[list[int]] = []
+    propose = proposer.propose
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(self, *args, **kwargs)
+        proposed.append(drafts[0].tolist())
+        return drafts
+
+    monkeypatch.setattr(proposer, "propose", spy)
+    options = {"method": method, "model": str(rival), "num_speculative_tokens": COUNT}
+    with running_engine(target, speculative_config=options) as llm:
+        return generate(llm, [PROMPT], max_tokens=24)[0], proposed
+
+
 @pytest.mark.parametrize("method", ["dflash", "jetspec"])
 def test_vllm_drafts_the_same_tokens(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own ``dflash`` loads the file, a shortened vocabulary included, and proposes our engine's tokens."""
@@ -35,23 +56,44 @@ def test_vllm_drafts_the_same_tokens(tmp_path: Path, method: str, monkeypatch: p
 
     target = make_tiny_llama(tmp_path / "target")
     rival = make_tiny_rival(target, tmp_path / method, method)
-    proposed: list[list[int]] = []
-    propose = DFlashProposer.propose
-
-    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(self, *args, **kwargs)
-        proposed.append(drafts[0].tolist())
-        return drafts
-
-    monkeypatch.setattr(DFlashProposer, "propose", spy)
-    prompt = list(range(3, 20))
-    options = {"method": "dflash", "model": str(rival), "num_speculative_tokens": COUNT}
-    with running_engine(target, speculative_config=options) as llm:
-        answer = generate(llm, [prompt], max_tokens=24)[0]
+    answer, proposed = answer_and_proposals(target, rival, "dflash", DFlashProposer, monkeypatch)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     engine = ParallelEngine(Rival.load(rival, target, 256, torch.float32), COUNT, 0)
-    own = [own_drafts(engine, model, [*prompt, *answer[: n + 1]]) for n in range(len(answer))]
+    own = [own_drafts(engine, model, [*PROMPT, *answer[: n + 1]]) for n in range(len(answer))]
     # Every proposal of vLLM's stands behind some prefix of the answer.
     assert len(proposed) > 5
     known = Counter(map(tuple, own))
+    assert all(tuple(drafts) in known for drafts in proposed[:-1])
+
+
+@torch.inference_mode()
+def test_vllm_serves_a_small_eagle3_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made whole, vLLM's own ``eagle3`` loads it, answers as without it, and proposes what our head drafts by steps."""
+    from transformers import AutoModelForCausalLM
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    target = make_tiny_llama(tmp_path / "target")
+    small = make_tiny_eagle3(target, tmp_path / "small")
+    rival = materialise(small, target, tmp_path / "eagle3")
+    assert materialise(small, target, rival) == rival and not list(tmp_path.glob(".*"))
+    answer, proposed = answer_and_proposals(target, rival, "eagle3", EagleProposer, monkeypatch)
+    with running_engine(target) as llm:
+        assert generate(llm, [PROMPT], max_tokens=24)[0] == answer
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    head, token_ids = load_head(small, load_target_config(target))
+    head.bfloat16().float()  # as it was made whole
+    parts = load_target_parts(target, TAPS[-1], token_ids, 256, torch.float32)
+    parts.head = parts.head.bfloat16().float()
+    tokens = [*PROMPT, *answer]
+    hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[tap + 1][0] for tap in TAPS], dim=-1)
+    known = set()
+    for anchor in range(len(PROMPT), len(tokens)):
+        drafts = list[int]()
+        for _ in range(COUNT):
+            read = torch.tensor(tokens[: anchor + 1] + drafts)
+            drafts.append(int(token_ids[eagle3_logits(head, parts, states[:anchor], read)[-1].argmax()]))
+        known.add(tuple(drafts))
+    assert len(proposed) > 5 and len(known) > 5
     assert all(tuple(drafts) in known for drafts in proposed[:-1])

@@ -16,6 +16,7 @@ MODES: dict[str, tuple[str, str]] = {
     "dspark": ("mask", "block"),
     "domino": ("mask", "block"),
     "ssd": ("none", "causal"),
+    "eagle3": ("none", "causal"),
 }
 """Method → inputs at unknown positions, and what a block position sees."""
 AUTO = "auto"
@@ -70,7 +71,8 @@ class DraftConfig(TrainConfig):
     mode: str = option(
         "jetspecpp",
         "jetspecpp: causal, noise inputs, clean prefix; jetspec: causal, mask inputs; dflash: block, mask inputs; "
-        "dspark, domino: dflash and a head that reads the tokens before; ssd: autoregressive, no states",
+        "dspark, domino: dflash and a head that reads the tokens before; ssd: autoregressive, no states; "
+        "eagle3: autoregressive, one layer over the target's states and then its own",
         choices=tuple(MODES),
     )
     inputs: str = option(AUTO, "noise or mask at unknown positions; auto: the mode's", choices=(AUTO, "noise", "mask"))

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from vllm_jetspecpp.config import check_choice
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, DraftParts, build, save_checkpoint
 from vllm_jetspecpp.models.draft_model import DraftModel
+from vllm_jetspecpp.models.eagle3 import Eagle3Head, eagle3_taps, save_head
 from vllm_jetspecpp.models.rival_checkpoint import RivalParts, save_rival
 from vllm_jetspecpp.models.small_model import save_small_model
 from vllm_jetspecpp.models.target_layers import LayerConfig
@@ -41,6 +43,7 @@ from vllm_jetspecpp.training.train_adapter import AdapterObjective, Drafter
 from vllm_jetspecpp.training.train_autoregressive import AutoregressiveObjective
 from vllm_jetspecpp.training.train_decoder import DecoderObjective
 from vllm_jetspecpp.training.train_draft import DraftObjective, make_correction, mask_token_id
+from vllm_jetspecpp.training.train_eagle3 import Eagle3Objective
 from vllm_jetspecpp.training.trainer import Trainer, make_accelerator
 
 SHORTLIST = "token_ids.safetensors"
@@ -142,7 +145,7 @@ def _source(target: str, work: Path, setup: Setup, config: TrainConfig) -> State
 
 def _objective(part: str, target: str, work: Path, setup: Setup, source: StateSource, config: TrainConfig) -> Any:
     if isinstance(config, DraftConfig):
-        objective = AutoregressiveObjective if config.mode == "ssd" else DraftObjective
+        objective = {"ssd": AutoregressiveObjective, "eagle3": Eagle3Objective}.get(config.mode, DraftObjective)
         return objective(setup, source, config)
     if isinstance(config, DecoderConfig):
         return DecoderObjective(setup, source, config, work / "adapter.safetensors")
@@ -188,7 +191,8 @@ def pack(
 
     Args:
         weights: ``bf16``, or ``int8`` for half the size.
-        delta_of: for a rival: small differences from this checkpoint (``ssd``: from the target) instead.
+        delta_of: for a rival: small differences from this checkpoint (``ssd``: from the target; ``eagle3``: int8
+            without what is the target's) instead.
     """
     check_choice("weights", weights, WEIGHTS)
     run = read_run(work, "draft")
@@ -216,6 +220,9 @@ def pack_rival(target: str, work: Path, out: Path, sizes: Sizes, delta_of: Path 
         return
     info = sizes.info(target, out)
     token_ids = load_file(work / SHORTLIST)["token_ids"].long()
+    if config.mode == "eagle3":
+        pack_eagle3(tensors, folder, out, info, token_ids, run, small=delta_of is not None)
+        return
     correction = make_correction(config, hf_config, len(token_ids))
     model = DraftModel(LayerConfig.from_hf(hf_config), info.num_draft_layers, len(info.target_layer_ids), correction)
     model.load_state_dict(tensors)
@@ -230,3 +237,20 @@ def pack_rival(target: str, work: Path, out: Path, sizes: Sizes, delta_of: Path 
         training={"draft": run},
         base=delta_of,
     )
+
+
+def pack_eagle3(
+    tensors: dict[str, Tensor],
+    target: Path,
+    out: Path,
+    info: CheckpointInfo,
+    token_ids: Tensor,
+    run: dict[str, Any],
+    small: bool,
+) -> None:
+    """An EAGLE-3 head: small, or as vLLM loads it."""
+    hf_config = load_target_config(target)
+    head = Eagle3Head(LayerConfig.from_hf(hf_config))
+    head.load_state_dict(tensors)
+    taps = [info.target_layer_ids[i] for i in eagle3_taps(info.target_layer_ids)]
+    save_head(head, hf_config, taps, token_ids, out, {"draft": run}, TargetWeights(target) if not small else None)
