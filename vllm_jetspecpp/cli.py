@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from vllm_jetspecpp import __version__
 from vllm_jetspecpp.commands.common import Subcommands
 from vllm_jetspecpp.commands.demo import add_demo, add_doctor, add_prepare_demo
-from vllm_jetspecpp.commands.evaluation import add_calibrate, add_eval
+from vllm_jetspecpp.commands.evaluation import add_acceptance, add_calibrate, add_eval
 from vllm_jetspecpp.commands.training import add_regenerate, add_train
 
 USER_ERROR = 2
@@ -23,6 +23,7 @@ SUBCOMMANDS: tuple[Callable[[Subcommands], None], ...] = (
     add_regenerate,
     add_train,
     add_calibrate,
+    add_acceptance,
     add_eval,
 )
 """In the order in which ``--help`` shows them."""

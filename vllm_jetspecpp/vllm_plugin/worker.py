@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_jetspecpp.draft_process.client import DraftClient, make_client
+from vllm_jetspecpp.planning.costs import Costs, load_costs
+from vllm_jetspecpp.planning.planner import FixedChoice, Planner
+from vllm_jetspecpp.types import RoundChoice
 from vllm_jetspecpp.vllm_plugin import compat
+from vllm_jetspecpp.vllm_plugin.measuring import measure_drafting, measure_verify
 from vllm_jetspecpp.vllm_plugin.metrics_file import MetricsWriter
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
+from vllm_jetspecpp.vllm_plugin.step_planning import StepPlanning
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -63,10 +70,65 @@ class SpecDecodeWorker(Worker):
             times = super().compile_or_warm_up_model()
             if self.draft_client is not None:
                 self.draft_client.wait_started(self.vllm_config.speculative_config.start_timeout)
-                # Not before: the V2 runner warms up with steps that look like any other.
-                self.model_runner.drafter.client = self.draft_client
+            planner = self._make_planner()
+            if self.draft_client is not None:
+                drafter = self.model_runner.drafter
+                # Not before: the V2 runner warms up with steps that look like any other, and we measure with such.
+                drafter.client = self.draft_client
+                drafter.begin_counting()
+                drafter.planning = None if planner is None else StepPlanning(planner)
                 self._write_metrics()
             return times
+
+    def _make_planner(self) -> Planner | FixedChoice | None:
+        """Measure, where the speculative config asks for it; only the rank that drafts gets a planner.
+
+        A machine that cannot be measured is served with the method's usual shape: the warning says why.
+        """
+        spec = self.vllm_config.speculative_config
+        if not spec.planned:
+            return None
+        try:
+            costs = self._measure(spec) if spec.plan_profile is None else load_costs(Path(spec.plan_profile))
+        except Exception as error:
+            choice, kind = spec.unplanned_choice, type(error).__name__
+            logger.warning("times could not be measured (%s: %s): every round is of %s", kind, error, choice)
+            return FixedChoice(choice)
+        if self.draft_client is None or costs is None:
+            return None
+        acceptance = spec.acceptance()
+        planner = Planner(costs, acceptance, spec.plan_options(acceptance))
+        logger.info("plan by batch size: %s", planner.summary(self.scheduler_config.max_num_seqs))
+        return planner
+
+    def _measure(self, spec: Any) -> Costs | None:
+        """Times of this machine; None on ranks that do not draft."""
+        began = time.perf_counter()
+        verify = measure_verify(self, spec.num_speculative_tokens)
+        if self.draft_client is None:
+            return None
+        model, engine = self.model_config, spec.engine_config(self.vllm_config)
+        shape = engine.round
+        limits = RoundChoice(*(getattr(shape, name) for name in RoundChoice._fields))
+        foresight, draft_pass, refresh, fallback, comm = measure_drafting(
+            self.draft_client,
+            limits,
+            concurrent=spec.transport != "local",
+            num_slots=engine.num_slots,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
+            width=len(spec.target_layer_ids) * model.get_hidden_size(),
+            dtype=model.dtype,
+        )
+        seconds = time.perf_counter() - began
+        logger.info("measured for the planner in %.1f s", seconds)
+        made_by = {"measured_in_seconds": round(seconds, 2), "dtype": engine.dtype, "device": engine.device}
+        return Costs(verify, foresight, draft_pass, refresh, fallback, comm, spec.transport != "local", made_by)
+
+    def jetspecpp_plan(self) -> dict[str, Any]:
+        """Times, rates and options that the planner works with; for ``collective_rpc``. Empty where there is none."""
+        planning = getattr(self.model_runner.drafter, "planning", None)
+        return {} if planning is None else planning.planner.describe()
 
     def _write_metrics(self) -> None:
         directory = self.vllm_config.speculative_config.metrics_directory
