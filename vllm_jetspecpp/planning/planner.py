@@ -50,6 +50,8 @@ class Planner:
         self.running = Running()
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
+        self._pin: tuple[RoundChoice | None] | None = None
+        self._served: dict[int, Served] = {}
         self._until_trial = self._interval = TRIAL_EVERY
 
     def plan(self) -> Plan:
@@ -61,6 +63,8 @@ class Planner:
         """What the next step of ``batch`` requests is drafted with, ``drafted`` of them at most; None: no drafting."""
         if not batch or not drafted:
             return None
+        if self._pin is not None:
+            return self._pin[0]
         current = self._look(batch, drafted)
         if self._trial is not None:
             return self._trial.choice
@@ -104,6 +108,9 @@ class Planner:
     def see(self, step: Step) -> None:
         """Learn from a step that is over."""
         self.running.see(step, self._recorded)
+        if step.seconds is not None and step.drafted in (0, step.batch):
+            served = self._served.setdefault(step.batch, Served())
+            served.add(step, self._recorded, self.plan())
         trial = self._trial
         if trial is not None and step.choice == trial.choice:
             trial.see(step)
@@ -116,6 +123,14 @@ class Planner:
         self._until_trial = self._interval
         for current in self._current.values():
             current.until_look = 0  # what was learnt counts from the next step on
+
+    def pin(self, choice: RoundChoice | None) -> None:
+        """Take this choice from now on, for measurements; None: no drafting."""
+        self._pin = (choice,)
+
+    def unpin(self) -> None:
+        """Choose again."""
+        self._pin = None
 
     def summary(self, max_batch: int) -> str:
         """One line for the log: the choice for each batch size, as known now."""
@@ -149,7 +164,38 @@ class Planner:
             "target": pace.target,
             "drafting": pace.drafting,
         }
-        return {"choices": choices, "factors": {name: round(value, 4) for name, value in factors.items()}}
+        served = {str(batch): vars(served).copy() for batch, served in sorted(self._served.items())}
+        return {
+            "choices": choices,
+            "served": served,
+            "factors": {name: round(value, 4) for name, value in factors.items()},
+        }
+
+
+@dataclass
+class Served:
+    """What was promised and what came of it, over the steps of a batch size; rates are these divided by seconds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    """Committed."""
+    promised_tokens: float = 0.0
+    """As Eq. 4 says at each step, with what had been learnt by then."""
+    recorded_tokens: float = 0.0
+    """As it says from measured times and recorded acceptance alone."""
+
+    def add(self, step: Step, recorded: Plan, learnt: Plan) -> None:
+        """Count a step."""
+        assert step.seconds is not None
+        self.steps += 1
+        self.seconds += step.seconds
+        self.tokens += step.tokens
+        for plan, name in ((learnt, "promised_tokens"), (recorded, "recorded_tokens")):
+            said = plan.plain(step.batch)
+            if step.choice is not None and step.drafted:
+                said = plan.predict(step.choice, step.batch, step.drafted)
+            setattr(self, name, getattr(self, name) + step.seconds * said.throughput)
 
 
 class FixedChoice:

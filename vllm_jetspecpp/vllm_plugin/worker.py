@@ -140,6 +140,16 @@ class SpecDecodeWorker(Worker):
         """Counts and times since start or the last reset; for ``collective_rpc``. Empty on ranks that do not draft."""
         return self.model_runner.drafter.stats(reset)
 
+    def jetspecpp_pin(self, choice: list[int] | None) -> None:
+        """Take γ, B, J and R of ``choice`` from now on (None: no drafting), for measurements; ``[]`` chooses again."""
+        planning = getattr(self.model_runner.drafter, "planning", None)
+        if planning is None or isinstance(planning.planner, FixedChoice):
+            return
+        if choice == []:
+            planning.planner.unpin()
+        else:
+            planning.planner.pin(None if choice is None else RoundChoice(*choice))
+
     def shutdown(self) -> None:
         """End the draft process, then the worker."""
         if self.metrics_writer is not None:
