@@ -16,7 +16,7 @@ from vllm_jetspecpp.evaluation.provenance import provenance
 from vllm_jetspecpp.evaluation.replay_engine import UNPIPELINED
 from vllm_jetspecpp.evaluation.rounds import Rounds as RecordedRounds
 from vllm_jetspecpp.evaluation.rounds import log_scores, realised_ranks, uncalibrated_scores
-from vllm_jetspecpp.models.acceptance import save_acceptance
+from vllm_jetspecpp.models.acceptance import load_acceptance, save_acceptance
 from vllm_jetspecpp.models.calibration import load_calibration
 from vllm_jetspecpp.planning.acceptance import Acceptance, Passes, Rounds
 from vllm_jetspecpp.types import Origin
@@ -33,6 +33,8 @@ def histogram(values: Sequence[int], size: int) -> tuple[float, ...]:
 def measure_acceptance(config: EvalConfig, prompts: Sequence[Prompt], settings: Sequence[Passes]) -> Acceptance:
     """Record rounds along the target's own answers and put ``calibration/acceptance.json`` into the checkpoint.
 
+    Other settings that are there for the same γ stay.
+
     Args:
         config: target, checkpoint, γ and the length of answers; B, J and R are replaced.
         settings: every J and R to record.
@@ -40,8 +42,11 @@ def measure_acceptance(config: EvalConfig, prompts: Sequence[Prompt], settings: 
     bench = Bench(config)
     answers = bench.answerer(prompts, AnswerConfig(config.max_new_tokens))
     gamma = config.round.num_draft_tokens
-    hit: dict[Passes, Rounds] = {}
-    miss: dict[Passes, Rounds] = {}
+    known = load_acceptance(Path(config.checkpoint))
+    if known is not None and known.num_draft_tokens != gamma:
+        known = None
+    hit: dict[Passes, Rounds] = {} if known is None else dict(known.after_hit)
+    miss: dict[Passes, Rounds] = {} if known is None else dict(known.after_miss)
     for passes in settings:
         hit[passes], miss[passes] = _by_origin(bench, config, answers, passes)
     in_line = replace(config, states=UNPIPELINED, round=replace(config.round, jacobi_passes=0, context_refreshes=0))

@@ -187,7 +187,7 @@ def add_acceptance(subcommands: Subcommands) -> None:
     add_common_eval(parser)
     parser.add_argument("--prompts", type=Path, default=None, help="default: the package's 56 calibration prompts")
     parser.add_argument("--num-draft-tokens", type=int, default=15, help="γ, the checkpoint's longest (default: 15)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="longest answer (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: %(default)s)")
     parser.add_argument(
         "--settings",
         type=settings,

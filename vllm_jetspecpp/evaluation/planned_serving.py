@@ -18,6 +18,8 @@ from vllm_jetspecpp.types import NO_DRAFTING, RoundChoice
 
 BENCHMARKS = ("gsm8k", "humaneval", "mtbench")
 MAX_MODEL_LEN = 2048
+WARM_UP = 2
+"""Answers a request before those that count."""
 REFERENCE = RoundChoice(7, 4, 1, 1)
 """The method's usual shape, for comparison."""
 
@@ -131,18 +133,22 @@ def as_dict(row: Prediction) -> dict[str, Any]:
 def hold_to(llm: Any, plan: Plan, batch: int, choices: Sequence[RoundChoice | None], config: PlanConfig) -> list[Any]:
     """Serve ``batch`` requests at a time under each of ``choices`` and compare with what was promised.
 
-    Only steps in which all requests decode count, as in Eq. 4; first a few tokens that do not count.
+    Only steps in which all requests decode count, as in Eq. 4. The first answers do not count, so that running averages
+    know this text and this choice.
     """
     from vllm import SamplingParams
 
-    prompts = [prompt.turns[0] for name in BENCHMARKS for prompt in benchmark(name, -(-batch * config.prompts // 3))]
-    prompts = prompts[:: max(len(prompts) // (batch * config.prompts), 1)][: batch * config.prompts]
+    count = -(-batch * (config.prompts + WARM_UP) // len(BENCHMARKS))
+    prompts = [prompt.turns[0] for name in BENCHMARKS for prompt in benchmark(name, count)]
+    prompts = [prompts[(index % 3) * count + index // 3] for index in range(batch * (config.prompts + WARM_UP))]
     params = SamplingParams(temperature=0.0, max_tokens=config.max_tokens, ignore_eos=True)
     found = []
     for choice in choices:
         llm.collective_rpc("jetspecpp_pin", args=(None if choice is None else list(choice),))
-        before = _served(llm, batch)
+        before: dict[str, float] = {}
         for start in range(0, len(prompts), batch):
+            if start == batch * WARM_UP:
+                before = _served(llm, batch)
             chats = [[{"role": "user", "content": text}] for text in prompts[start : start + batch]]
             llm.chat(chats, params, use_tqdm=False)
         after = _served(llm, batch)

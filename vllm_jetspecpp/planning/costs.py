@@ -72,6 +72,10 @@ class Costs:
     """T_fallback over (requests that missed) · (γ + 1) rows: the answer to a miss, which the step waits for."""
     comm: float
     """T_comm: an answer from the cache, there and back."""
+    target_slowdown: float = 1.0
+    """Factor on a target step while the draft process works: two cores share memory, caches, perhaps more."""
+    draft_slowdown: float = 1.0
+    """Factor on drafting while the target works."""
     concurrent: bool = True
     """Whether drafting runs beside the target; in the target's own process (``transport: local``) nothing is hidden."""
     made_by: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +90,18 @@ class Costs:
         passes = (choice.jacobi_passes + 1) * self.draft_pass(rows)
         return self.foresight(drafted * size) + passes + choice.context_refreshes * self.refresh(rows)
 
+    def overlap(self, verify: float, draft: float) -> tuple[float, float]:
+        """When a target step and a round end that begin together, each with the time it takes alone.
+
+        With no slowdown these are the times themselves, and the later end is the maximum of Eq. 4.
+        """
+        if not self.concurrent:
+            return verify, verify + draft
+        target, drafting = self.target_slowdown * verify, self.draft_slowdown * draft
+        if drafting <= target:
+            return verify + drafting * (1 - 1 / self.target_slowdown), drafting
+        return target, target + draft - target / self.draft_slowdown
+
     def save(self, path: Path) -> None:
         """Write as JSON; :func:`load_costs` reads it."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -98,7 +114,8 @@ class Costs:
             ValueError: not what :meth:`save` writes; the message names ``where``.
         """
         lines = ("foresight", "draft_pass", "refresh", "fallback")
-        keys = ("verify", *lines, "comm", "concurrent", "made_by")
+        slowdowns = ("target_slowdown", "draft_slowdown")
+        keys = ("verify", *lines, "comm", *slowdowns, "concurrent", "made_by")
         if not isinstance(values, dict):
             raise ValueError(f"{where} must hold a JSON object, got {str(values)[:60]!r}")
         check_keys(values, keys, where)
@@ -108,6 +125,10 @@ class Costs:
         for key in lines:
             _check_seconds(values[key], 2, f"{where}: {key}")
         _check_seconds([values["comm"]], 1, f"{where}: comm")
+        for key in slowdowns:
+            _check_seconds([values[key]], 1, f"{where}: {key}")
+            if values[key] < 1:
+                raise ValueError(f"{where}: {key} is a factor from 1 on, got {values[key]}")
         if not isinstance(values["concurrent"], bool) or not isinstance(values["made_by"], dict):
             raise ValueError(f"{where}: concurrent must be true or false, and made_by an object")
         return cls(
@@ -117,6 +138,8 @@ class Costs:
             refresh=Line(*values["refresh"]),
             fallback=Line(*values["fallback"]),
             comm=values["comm"],
+            target_slowdown=values["target_slowdown"],
+            draft_slowdown=values["draft_slowdown"],
             concurrent=values["concurrent"],
             made_by=values["made_by"],
         )

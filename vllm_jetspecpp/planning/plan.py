@@ -103,8 +103,9 @@ class Prediction:
     """Committed a step, by all requests."""
     seconds: float
     verify: float
+    """T_verify, beside the drafting."""
     draft: float
-    """Left side of Eq. 3."""
+    """Left side of Eq. 3, beside the target."""
     fallback: float
     """Expected wait for fallback blocks."""
     hit_rate: float
@@ -148,16 +149,15 @@ class Plan:
         drafted = batch if drafted is None else drafted
         size, pace = choice.num_draft_tokens + 1, self.pace.drafting
         hit_rate, tau = self.rates(choice)
-        verify = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
-        draft = pace * self.costs.draft(drafted, choice)
+        alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
+        verify, draft = self.costs.overlap(alone, pace * self.costs.draft(drafted, choice))
         any_miss, missing = 1 - hit_rate**drafted, drafted * (1 - hit_rate) * size
         fallback = pace * (any_miss * self.costs.fallback.base + self.costs.fallback.slope * missing)
-        exposed = max(draft - verify, 0.0) if self.costs.concurrent else draft
-        seconds = verify + exposed + self.costs.comm + fallback
+        seconds = max(verify, draft) + self.costs.comm + fallback
         return Prediction(choice, drafted * tau + batch - drafted, seconds, verify, draft, fallback, hit_rate, tau)
 
     def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int) -> float:
-        """T_verify of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""
+        """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""
         seconds = self.costs.verify(batch, 1 + num_draft_tokens * drafted / batch)
         return seconds * self.pace.target * self.pace.cells.get((batch, num_draft_tokens), 1.0)
 

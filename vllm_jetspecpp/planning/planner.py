@@ -47,7 +47,7 @@ class Planner:
 
     def __init__(self, costs: Costs, acceptance: Acceptance, options: Options) -> None:
         self._recorded = Plan(costs, acceptance, options)
-        self.running = Running()
+        self.running = Running(costs)
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
         self._pin: tuple[RoundChoice | None] | None = None

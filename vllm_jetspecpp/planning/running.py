@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_jetspecpp.planning.plan import Corrections, Pace, Plan
+from vllm_jetspecpp.planning.costs import Costs
+from vllm_jetspecpp.planning.plan import Corrections, Pace, Plan, Prediction
 from vllm_jetspecpp.types import Origin, RoundChoice
 
 LEAST, MOST = 0.05, 20.0
@@ -79,7 +80,8 @@ class Ratio:
 class Running:
     """All factors, fed step by step."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
         self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
         self._rejections = {True: Ratio(15, 400), False: Ratio(15, 400)}
         self._target = Ratio(3, 40)
@@ -128,28 +130,25 @@ class Running:
 
     def _see_times(self, step: Step, recorded: Plan) -> None:
         assert step.seconds is not None
-        gamma = step.choice.num_draft_tokens if step.choice is not None and step.drafted else 0
-        cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
+        choice = step.choice if step.drafted else None
+        gamma = 0 if choice is None else choice.num_draft_tokens
+        said = recorded.plain(step.batch) if choice is None else recorded.predict(choice, step.batch, step.drafted)
         measured = max(step.seconds - step.exposed, 1e-6)
-        predicted = recorded.verify_seconds(step.batch, step.drafted if gamma else step.batch, gamma)
-        ratio = min(measured / predicted, MOST)
-        target, own = self._target.value, cell.value
+        cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
+        ratio, target, own = min(measured / said.verify, MOST), self._target.value, cell.value
         self._target.add(ratio / own, 1.0)
         cell.add(ratio / target, 1.0)
-        if gamma and step.choice is not None and step.choice == step.ahead:
-            self._see_drafting(step, step.choice, measured, recorded)
+        if choice is not None and choice == step.ahead and step.answers:
+            self._see_drafting(step, choice, measured, said)
 
-    def _see_drafting(self, step: Step, choice: RoundChoice, verify: float, recorded: Plan) -> None:
+    def _see_drafting(self, step: Step, choice: RoundChoice, verify: float, said: Prediction) -> None:
         """The wait for answers tells how long drafting takes, unless it was hidden as expected."""
-        costs = recorded.costs
         missed = sum(origin is not Origin.HIT for origin in step.answers)
-        if not step.answers:
-            return
-        fallback = costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
-        draft = costs.draft(step.drafted, choice)
-        if not costs.concurrent:
-            self._drafting.add(min(step.exposed / (draft + fallback + costs.comm), MOST), 1.0)
-        elif self._drafting.value * draft > verify or (not missed and step.exposed > costs.comm + 1e-3):
-            self._drafting.add(min((verify + step.exposed) / (draft + fallback + costs.comm), MOST), 1.0)
+        fallback = self._costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
+        answer, wait = fallback + self._costs.comm, step.exposed
+        if not self._costs.concurrent:
+            self._drafting.add(min(wait / (said.draft - said.verify + answer), MOST), 1.0)
+        elif self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3):
+            self._drafting.add(min((verify + wait) / (said.draft + answer), MOST), 1.0)
         elif missed:
-            self._drafting.add(min(step.exposed / (fallback + costs.comm), MOST), 1.0)
+            self._drafting.add(min(wait / answer, MOST), 1.0)

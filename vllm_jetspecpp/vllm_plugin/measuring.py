@@ -7,15 +7,16 @@ transport serve, their times are what is measured.
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from vllm_jetspecpp.config import EngineConfig
 from vllm_jetspecpp.draft_process.client import DraftClient
-from vllm_jetspecpp.planning.costs import Grid, Line, MeasuredRound, fit_line, fit_rounds
+from vllm_jetspecpp.planning.costs import Costs, Grid, Line, MeasuredRound, fit_line, fit_rounds
 from vllm_jetspecpp.transport.messages import Verified, VerifiedBatch
 from vllm_jetspecpp.types import RoundChoice
 
@@ -23,33 +24,68 @@ CONTEXT = 256
 """Positions before the measured steps, where ``max_model_len`` allows."""
 BATCHES = (1, 2, 4, 8, 16)
 REPEATS = 3
+"""Of each measurement, the least of which counts: what a busy machine adds is for running averages to learn."""
 MAX_TOKENS = 256
 """Of a measured target step: beyond it time grows in proportion."""
 MAX_ROWS = 160
 """Of a measured round: branches times positions of all requests."""
 BUDGET = 20.0
 """Seconds for the rounds of drafting; after it the fit has to do with what is there."""
+SLOWDOWN_STEPS = 8
+MAX_SLOWDOWN = 4.0
 _FIRST_STEP = -(1 << 40)  # before any step of serving
 
 
-def measure_verify(worker: Any, num_draft_tokens: int) -> Grid:
-    """T_verify over batch and tokens a request; every rank takes the same steps.
+def measure(
+    worker: Any, client: DraftClient | None, limits: RoundChoice, engine: EngineConfig, width: int, *, concurrent: bool
+) -> Costs | None:
+    """All times of the planner. Every rank takes the same steps of the target, and the one that drafts gets the times.
 
     Args:
         worker: vLLM's, of the V1 model runner, before any request was served.
-        num_draft_tokens: the longest block.
+        client: with a draft process that has just started and is left as if nobody had spoken with it; None on ranks
+            that do not draft.
+        limits: largest shape of a round.
+        width: of a row of states.
+        concurrent: False for an engine in this process, which answers only when its round is over.
+
+    Raises:
+        RuntimeError: the draft process did not answer.
     """
+    began = time.perf_counter()
+    steps = TargetSteps(worker, limits.num_draft_tokens)
+    verify = measure_verify(steps, limits.num_draft_tokens)
+    probe = None
+    if client is not None:
+        probe = Probe(client, steps.vocab_size, width, getattr(torch, engine.dtype), engine.max_model_len)
+        requests = min(engine.num_slots, 4)
+        probe.fill(requests)
+        times = measure_drafting(probe, limits, requests, concurrent=concurrent)
+    target_slowdown, draft_slowdown = measure_slowdowns(steps, probe if concurrent else None, limits)
+    if probe is None:
+        return None
+    probe.release(requests)
+    made_by = {
+        "dtype": engine.dtype,
+        "draft_device": engine.device,
+        "measured_in_seconds": round(time.perf_counter() - began, 2),
+    }
+    return Costs(verify, *times, target_slowdown, draft_slowdown, concurrent, made_by)
+
+
+def measure_verify(steps: TargetSteps, num_draft_tokens: int) -> Grid:
+    """T_verify over batch and tokens a request, up to a block of γ = ``num_draft_tokens``."""
     sizes = sorted({1, 2, 4, 8, 16, num_draft_tokens + 1})
     sizes = [size for size in sizes if size <= num_draft_tokens + 1]
-    steps = _TargetSteps(worker, num_draft_tokens)
-    batches = [batch for batch in BATCHES if batch == 1 or batch <= steps.max_batch(MAX_TOKENS // 4)]
+    most = steps.max_batch(MAX_TOKENS // 4)
+    batches = [batch for batch in BATCHES if batch == 1 or batch <= most]
     rows = []
     for batch in batches:
         steps.begin(batch)
         row: list[float] = []
         for size in sizes:
-            if batch * size <= max(MAX_TOKENS, num_draft_tokens + 1) and steps.fits(batch, size):
-                row.append(steps.measure(size))
+            if not row or (batch * size <= max(MAX_TOKENS, num_draft_tokens + 1) and steps.fits(batch, size)):
+                row.append(steps.least(size))
             else:  # as the last two sizes go on
                 slope = (row[-1] - row[-2]) / (sizes[len(row) - 1] - sizes[len(row) - 2]) if len(row) > 1 else 0.0
                 row.append(row[-1] + max(slope, 0.0) * (size - sizes[len(row) - 1]))
@@ -58,7 +94,38 @@ def measure_verify(worker: Any, num_draft_tokens: int) -> Grid:
     return Grid(tuple(batches), tuple(sizes), tuple(rows))
 
 
-class _TargetSteps:
+def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoice) -> tuple[float, float]:
+    """How much longer target and draft process take while both work: both factors at least 1.
+
+    The draft process gets more to do than the target's steps take. From the time that is left when they are over
+    follows how much it did meanwhile.
+
+    Args:
+        probe: None on ranks that do not draft, whose factors mean nothing, and where both never work at once.
+    """
+    shape = RoundChoice(min(7, limits.num_draft_tokens), min(4, limits.num_outcomes), *limits[2:])
+    shape = shape._replace(jacobi_passes=min(1, shape.jacobi_passes))
+    shape = shape._replace(context_refreshes=min(shape.jacobi_passes, shape.context_refreshes))
+    size = shape.num_draft_tokens + 1
+    steps.begin(1)
+    found = []
+    for _ in range(REPEATS):
+        alone = SLOWDOWN_STEPS * steps.least(size)
+        if probe is None:
+            steps.repeat(size, SLOWDOWN_STEPS)
+            continue
+        count = max(math.ceil(1.6 * alone / (probe.rounds(shape, 3)() / 3)), 3)
+        whole = probe.rounds(shape, count)()
+        wait = probe.rounds(shape, count)
+        beside = steps.repeat(size, SLOWDOWN_STEPS)
+        done = whole - wait()
+        found.append((max(beside / alone, 1.0), max(beside / done, 1.0) if done > 0.2 * beside else MAX_SLOWDOWN))
+    steps.end()
+    targets, drafts = zip(*found, strict=True) if found else ((1.0,), (1.0,))
+    return min(targets), min(drafts)
+
+
+class TargetSteps:
     """Decoding steps over made-up requests that stay where they are: each step is taken back before the next."""
 
     def __init__(self, worker: Any, num_draft_tokens: int) -> None:
@@ -67,7 +134,7 @@ class _TargetSteps:
         self._max_seqs: int = runner.scheduler_config.max_num_seqs
         self._groups = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
         self._num_blocks: int = runner.kv_cache_config.num_blocks
-        self._vocab_size: int = runner.model_config.get_vocab_size()
+        self.vocab_size: int = runner.model_config.get_vocab_size()
         self._context = max(min(CONTEXT, runner.max_model_len - num_draft_tokens - 3), 1)
         self._length = self._context + num_draft_tokens + 2
         self._ids: list[str] = []
@@ -109,7 +176,7 @@ class _TargetSteps:
         self._run(output, 1)
 
     def _tokens(self, count: int) -> list[int]:
-        return [1 + 7 * index % (self._vocab_size - 1) for index in range(count)]
+        return [1 + 7 * index % (self.vocab_size - 1) for index in range(count)]
 
     @staticmethod
     def _empty() -> Any:
@@ -117,22 +184,27 @@ class _TargetSteps:
 
         return SchedulerOutput.make_empty()
 
-    def measure(self, size: int) -> float:
-        """Seconds of a step with ``size`` tokens a request: the median after one to warm up."""
-        times = []
-        for _ in range(REPEATS + 1):
-            output = self._empty()
-            cached = output.scheduled_cached_reqs
-            cached.req_ids = list(self._ids)
-            cached.new_block_ids = [None] * len(self._ids)
-            cached.num_computed_tokens = [self._context] * len(self._ids)
-            cached.num_output_tokens = [0] * len(self._ids)
-            if size > 1:
-                output.scheduled_spec_decode_tokens = {name: self._tokens(size - 1) for name in self._ids}
-            began = time.perf_counter()
-            self._run(output, size)
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+    def least(self, size: int) -> float:
+        """Seconds of a step with ``size`` tokens a request, after one to warm up."""
+        self._step(size)
+        return min(self._step(size) for _ in range(REPEATS))
+
+    def repeat(self, size: int, count: int) -> float:
+        """Seconds of ``count`` such steps."""
+        return sum(self._step(size) for _ in range(count))
+
+    def _step(self, size: int) -> float:
+        output = self._empty()
+        cached = output.scheduled_cached_reqs
+        cached.req_ids = list(self._ids)
+        cached.new_block_ids = [None] * len(self._ids)
+        cached.num_computed_tokens = [self._context] * len(self._ids)
+        cached.num_output_tokens = [0] * len(self._ids)
+        if size > 1:
+            output.scheduled_spec_decode_tokens = {name: self._tokens(size - 1) for name in self._ids}
+        began = time.perf_counter()
+        self._run(output, size)
+        return time.perf_counter() - began
 
     def _run(self, output: Any, size: int) -> None:
         output.num_scheduled_tokens = dict.fromkeys(self._ids, size)
@@ -182,31 +254,13 @@ def round_designs(limits: RoundChoice, max_requests: int) -> Iterator[tuple[int,
 
 
 def measure_drafting(
-    client: DraftClient,
-    limits: RoundChoice,
-    *,
-    concurrent: bool,
-    num_slots: int,
-    max_model_len: int,
-    vocab_size: int,
-    width: int,
-    dtype: torch.dtype,
+    probe: Probe, limits: RoundChoice, requests: int, *, concurrent: bool
 ) -> tuple[Line, Line, Line, Line, float]:
-    """``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of ``planning.costs.Costs``.
+    """``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of :class:`Costs`.
 
     Args:
-        client: with a draft process that has just started; it is left as if nobody had spoken with it.
-        limits: largest shape of a round.
-        concurrent: False for an engine in this process, which answers only when its round is over.
-        num_slots: of the draft process.
-        width: of a row of states.
-
-    Raises:
-        RuntimeError: it did not answer.
+        requests: that the probe has filled.
     """
-    probe = _Probe(client, vocab_size, width, dtype, max_model_len)
-    requests = min(num_slots, 4)
-    probe.fill(requests)
     rounds: list[MeasuredRound] = []
     answers: list[tuple[float, float]] = []
     comms: list[float] = []
@@ -216,18 +270,17 @@ def measure_drafting(
             break
         probe.measure(count, choice)  # warms up
         measured = [probe.measure(count, choice) for _ in range(REPEATS)]
-        answer, whole = (statistics.median(times) for times in zip(*measured, strict=True))
+        answer, whole = (min(times) for times in zip(*measured, strict=True))
         if not concurrent:
-            alone = statistics.median(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
-            answer, whole = alone, max(answer - alone, 1e-6)
+            alone = min(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
+            answer, whole = alone, answer - alone
         rounds.append(MeasuredRound(count, choice, max(whole, 1e-6)))
         answers.append((count * (choice.num_draft_tokens + 1), answer))
         comms.append(probe.echo())
-    probe.release(requests)
-    return *fit_rounds(rounds), fit_line(answers), statistics.median(comms)
+    return *fit_rounds(rounds), fit_line(answers), min(comms)
 
 
-class _Probe:
+class Probe:
     """Speaks with a draft process as a worker does, about requests that were made up."""
 
     def __init__(
@@ -253,12 +306,18 @@ class _Probe:
     def _tokens(self, count: int) -> torch.Tensor:
         return (torch.arange(count) * 7 % (self._vocab_size - 1) + 1).int()
 
-    def _send(self, requests: Sequence[Verified], choice: RoundChoice | None, released: tuple[int, ...] = ()) -> float:
-        """Seconds until the answer, where one is wanted."""
+    def _post(self, requests: Sequence[Verified], choice: RoundChoice | None, released: tuple[int, ...] = ()) -> bool:
+        """Send a message; whether it will be answered."""
         self._step += 1
         batch = VerifiedBatch(self._step, tuple(requests), released, choice=choice)
+        if not self._client.send(batch):
+            raise RuntimeError("the draft process ended while it was measured")
+        return batch.wants_reply
+
+    def _send(self, requests: Sequence[Verified], choice: RoundChoice | None) -> float:
+        """Seconds until the answer, where one is wanted."""
         began = time.perf_counter()
-        if not self._client.send(batch) or (batch.wants_reply and self._client.receive() is None):
+        if self._post(requests, choice) and self._client.receive() is None:
             raise RuntimeError("the draft process did not answer while it was measured")
         return time.perf_counter() - began
 
@@ -271,6 +330,13 @@ class _Probe:
         news = [Verified(slot, last, token, last - 1, self._states[:1], wants_draft=True) for slot in range(requests)]
         return self._send(news, choice), self.echo(choice)
 
+    def rounds(self, choice: RoundChoice, count: int) -> Callable[[], float]:
+        """Have ``count`` rounds of one request done; what is returned waits for them and says for how many seconds."""
+        last, token = self._length - 1, self._tokens(self._length)[-1:]
+        for _ in range(count):
+            self._post([Verified(0, last, token, last - 1, self._states[:1], wants_draft=True)], choice)
+        return lambda: self.echo(choice)
+
     def echo(self, choice: RoundChoice | None = None) -> float:
         """Seconds until an answer that takes no drafting; it comes when the round that runs is over."""
         last = self._length - 1
@@ -279,4 +345,4 @@ class _Probe:
 
     def release(self, requests: int) -> None:
         """Empty the slots."""
-        self._send([], None, tuple(range(requests)))
+        self._post([], None, tuple(range(requests)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from vllm_jetspecpp.planning.costs import Costs, load_costs
 from vllm_jetspecpp.planning.planner import FixedChoice, Planner
 from vllm_jetspecpp.types import RoundChoice
 from vllm_jetspecpp.vllm_plugin import compat
-from vllm_jetspecpp.vllm_plugin.measuring import measure_drafting, measure_verify
+from vllm_jetspecpp.vllm_plugin.measuring import measure
 from vllm_jetspecpp.vllm_plugin.metrics_file import MetricsWriter
 from vllm_jetspecpp.vllm_plugin.orphans import watch_server
 from vllm_jetspecpp.vllm_plugin.step_planning import StepPlanning
@@ -103,27 +102,13 @@ class SpecDecodeWorker(Worker):
 
     def _measure(self, spec: Any) -> Costs | None:
         """Times of this machine; None on ranks that do not draft."""
-        began = time.perf_counter()
-        verify = measure_verify(self, spec.num_speculative_tokens)
-        if self.draft_client is None:
-            return None
-        model, engine = self.model_config, spec.engine_config(self.vllm_config)
-        shape = engine.round
-        limits = RoundChoice(*(getattr(shape, name) for name in RoundChoice._fields))
-        foresight, draft_pass, refresh, fallback, comm = measure_drafting(
-            self.draft_client,
-            limits,
-            concurrent=spec.transport != "local",
-            num_slots=engine.num_slots,
-            max_model_len=model.max_model_len,
-            vocab_size=model.get_vocab_size(),
-            width=len(spec.target_layer_ids) * model.get_hidden_size(),
-            dtype=model.dtype,
-        )
-        seconds = time.perf_counter() - began
-        logger.info("measured for the planner in %.1f s", seconds)
-        made_by = {"measured_in_seconds": round(seconds, 2), "dtype": engine.dtype, "device": engine.device}
-        return Costs(verify, foresight, draft_pass, refresh, fallback, comm, spec.transport != "local", made_by)
+        engine = spec.engine_config(self.vllm_config)
+        limits = RoundChoice(*(getattr(engine.round, name) for name in RoundChoice._fields))
+        width = len(spec.target_layer_ids) * self.model_config.get_hidden_size()
+        costs = measure(self, self.draft_client, limits, engine, width, concurrent=spec.transport != "local")
+        if costs is not None:
+            logger.info("measured for the planner in %.1f s", costs.made_by["measured_in_seconds"])
+        return costs
 
     def jetspecpp_plan(self) -> dict[str, Any]:
         """Times, rates and options that the planner works with; for ``collective_rpc``. Empty where there is none."""
