@@ -201,7 +201,7 @@ class Served:
 class FixedChoice:
     """Stands for a planner where nothing could be measured: always the same."""
 
-    def __init__(self, choice: RoundChoice) -> None:
+    def __init__(self, choice: RoundChoice | None) -> None:
         self.choice = choice
 
     def choose(self, batch: int, drafted: int) -> RoundChoice | None:
@@ -213,7 +213,7 @@ class FixedChoice:
 
     def state(self) -> dict[str, Any]:
         """See :class:`Planner`."""
-        return {"choices": {"all": {"choice": str(self.choice)}}}
+        return {"choices": {"all": {"choice": str(self.choice or NO_DRAFTING)}}}
 
     def describe(self) -> dict[str, Any]:
         """Nothing was measured."""

@@ -135,7 +135,7 @@ class Running:
         said = recorded.plain(step.batch) if choice is None else recorded.predict(choice, step.batch, step.drafted)
         measured = max(step.seconds - step.exposed, 1e-6)
         cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
-        ratio, target, own = min(measured / said.verify, MOST), self._target.value, cell.value
+        ratio, target, own = _ratio(measured, said.verify), self._target.value, cell.value
         self._target.add(ratio / own, 1.0)
         cell.add(ratio / target, 1.0)
         if choice is not None and choice == step.ahead and step.answers:
@@ -147,8 +147,13 @@ class Running:
         fallback = self._costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
         answer, wait = fallback + self._costs.comm, step.exposed
         if not self._costs.concurrent:
-            self._drafting.add(min(wait / (said.draft - said.verify + answer), MOST), 1.0)
+            self._drafting.add(_ratio(wait, said.draft - said.verify + answer), 1.0)
         elif self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3):
-            self._drafting.add(min((verify + wait) / (said.draft + answer), MOST), 1.0)
+            self._drafting.add(_ratio(verify + wait, said.draft + answer), 1.0)
         elif missed:
-            self._drafting.add(min(wait / answer, MOST), 1.0)
+            self._drafting.add(_ratio(wait, answer), 1.0)
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    """Of two times, within reason; nothing is said of what was predicted to take no time at all."""
+    return min(measured / predicted, MOST) if predicted > 1e-6 else 1.0

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_jetspecpp.draft_process.client import DraftClient
+from vllm_jetspecpp.planning.planner import FixedChoice
 from vllm_jetspecpp.planning.running import Verification
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
 from vllm_jetspecpp.types import Origin, RoundChoice
@@ -169,9 +170,14 @@ class Proposer:
     ) -> RoundChoice | None:
         """Tell the planner how the step went, and ask it for the next one; None: no drafting."""
         assert self.client is not None
-        planning.outcomes([rows for rows, _, _ in verified], self._verifications, self.client.stats.exposed_seconds)
         going_on = [state for rows, state, _ in verified if rows.num_sampled and not rows.is_last]
-        choice = planning.choose(len(going_on), sum(state is not None for state in going_on))
+        try:
+            exposed = self.client.stats.exposed_seconds
+            planning.outcomes([rows for rows, _, _ in verified], self._verifications, exposed)
+            choice = planning.choose(len(going_on), sum(state is not None for state in going_on))
+        except Exception:  # serving goes on whatever happens to the plan
+            logger.exception("the planner failed: requests go on without drafts")
+            self.planning, choice = StepPlanning(FixedChoice(None)), None
         if going_on:
             self.statistics.chosen(choice)
         return choice
