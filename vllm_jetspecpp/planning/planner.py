@@ -20,6 +20,7 @@ REPLAN_FIRST, REPLAN_EVERY = 8, 64
 """Steps of one batch size after which its choice is looked at again: few at first, when the recording speaks alone."""
 HYSTERESIS = 1.03
 """A new choice has to promise this many times the present one's throughput."""
+PROMISE_EVERY = 16
 TRIAL_STEPS = 8
 TRIAL_EVERY, TRIAL_AT_MOST_EVERY = 256, 1024
 PLAIN_IS_CLOSE = 1.5
@@ -52,6 +53,8 @@ class Planner:
         self._trial: _Trial | None = None
         self._pin: tuple[RoundChoice | None] | None = None
         self._served: dict[int, Served] = {}
+        self._promised: dict[tuple[int, RoundChoice | None], tuple[float, float]] = {}
+        self._until_promise = 0
         self._until_trial = self._interval = TRIAL_EVERY
 
     def plan(self) -> Plan:
@@ -109,13 +112,26 @@ class Planner:
         """Learn from a step that is over."""
         self.running.see(step, self._recorded)
         if step.seconds is not None and step.drafted in (0, step.batch):
-            served = self._served.setdefault(step.batch, Served())
-            served.add(step, self._recorded, self.plan())
+            self._served.setdefault(step.batch, Served()).add(step, *self._promises(step))
         trial = self._trial
         if trial is not None and step.choice == trial.choice:
             trial.see(step)
             if trial.over:
                 self._end_trial(trial)
+
+    def _promises(self, step: Step) -> tuple[float, float]:
+        """Throughput of such a step with what was learnt and without; asked anew every few steps."""
+        self._until_promise -= 1
+        if self._until_promise <= 0:
+            self._until_promise = PROMISE_EVERY
+            self._promised.clear()
+        choice = step.choice if step.drafted else None
+        key = (step.batch, choice)
+        if key not in self._promised:
+            plans = (self.plan(), self._recorded)
+            rows = [p.plain(step.batch) if choice is None else p.predict(choice, step.batch) for p in plans]
+            self._promised[key] = rows[0].throughput, rows[1].throughput
+        return self._promised[key]
 
     def _end_trial(self, trial: _Trial) -> None:
         self._trial = None
@@ -185,17 +201,14 @@ class Served:
     recorded_tokens: float = 0.0
     """As it says from measured times and recorded acceptance alone."""
 
-    def add(self, step: Step, recorded: Plan, learnt: Plan) -> None:
-        """Count a step."""
+    def add(self, step: Step, promised: float, recorded: float) -> None:
+        """Count a step, and the throughput that was promised for it."""
         assert step.seconds is not None
         self.steps += 1
         self.seconds += step.seconds
         self.tokens += step.tokens
-        for plan, name in ((learnt, "promised_tokens"), (recorded, "recorded_tokens")):
-            said = plan.plain(step.batch)
-            if step.choice is not None and step.drafted:
-                said = plan.predict(step.choice, step.batch, step.drafted)
-            setattr(self, name, getattr(self, name) + step.seconds * said.throughput)
+        self.promised_tokens += step.seconds * promised
+        self.recorded_tokens += step.seconds * recorded
 
 
 class FixedChoice:

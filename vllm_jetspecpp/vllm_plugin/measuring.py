@@ -55,14 +55,19 @@ def measure(
     began = time.perf_counter()
     steps = TargetSteps(worker, limits.num_draft_tokens)
     verify = measure_verify(steps, limits.num_draft_tokens)
-    probe = None
+    probe, times, error, requests = None, None, None, min(engine.num_slots, 4)
     if client is not None:
-        probe = Probe(client, steps.vocab_size, width, getattr(torch, engine.dtype), engine.max_model_len)
-        requests = min(engine.num_slots, 4)
-        probe.fill(requests)
-        times = measure_drafting(probe, limits, requests, concurrent=concurrent)
-    target_slowdown, draft_slowdown = measure_slowdowns(steps, probe if concurrent else None, limits)
-    if probe is None:
+        try:
+            probe = Probe(client, steps.vocab_size, width, getattr(torch, engine.dtype), engine.max_model_len)
+            probe.fill(requests)
+            times = measure_drafting(probe, limits, requests, concurrent=concurrent)
+        except RuntimeError as failed:
+            error = failed  # told below: the other ranks go on with their steps, and wait for ours
+    beside = probe if concurrent and error is None else None
+    target_slowdown, draft_slowdown = measure_slowdowns(steps, beside, limits)
+    if error is not None:
+        raise error
+    if probe is None or times is None:
         return None
     probe.release(requests)
     made_by = {
@@ -109,18 +114,24 @@ def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoi
     size = shape.num_draft_tokens + 1
     steps.begin(1)
     found = []
+    error: RuntimeError | None = None
     for _ in range(REPEATS):
         alone = SLOWDOWN_STEPS * steps.least(size)
-        if probe is None:
-            steps.repeat(size, SLOWDOWN_STEPS)
-            continue
-        count = max(math.ceil(1.6 * alone / (probe.rounds(shape, 3)() / 3)), 3)
-        whole = probe.rounds(shape, count)()
-        wait = probe.rounds(shape, count)
+        wait = None
+        if probe is not None and error is None:
+            try:
+                count = max(math.ceil(1.6 * alone / (probe.rounds(shape, 3)() / 3)), 3)
+                whole = probe.rounds(shape, count)()
+                wait = probe.rounds(shape, count)
+            except RuntimeError as failed:
+                error = failed  # as above
         beside = steps.repeat(size, SLOWDOWN_STEPS)
-        done = whole - wait()
-        found.append((max(beside / alone, 1.0), max(beside / done, 1.0) if done > 0.2 * beside else MAX_SLOWDOWN))
+        if wait is not None:
+            done = whole - wait()
+            found.append((max(beside / alone, 1.0), max(beside / done, 1.0) if done > 0.2 * beside else MAX_SLOWDOWN))
     steps.end()
+    if error is not None:
+        raise error
     targets, drafts = zip(*found, strict=True) if found else ((1.0,), (1.0,))
     return min(targets), min(drafts)
 
