@@ -11,7 +11,8 @@ from vllm_jetspecpp import __version__
 from vllm_jetspecpp.commands.bench import add_bench
 from vllm_jetspecpp.commands.common import Subcommands
 from vllm_jetspecpp.commands.demo import add_demo, add_doctor, add_prepare_demo
-from vllm_jetspecpp.commands.evaluation import add_calibrate, add_eval
+from vllm_jetspecpp.commands.evaluation import add_acceptance, add_calibrate, add_eval
+from vllm_jetspecpp.commands.planning import add_plan
 from vllm_jetspecpp.commands.trace import add_trace
 from vllm_jetspecpp.commands.training import add_regenerate, add_train
 
@@ -25,9 +26,11 @@ SUBCOMMANDS: tuple[Callable[[Subcommands], None], ...] = (
     add_regenerate,
     add_train,
     add_calibrate,
+    add_acceptance,
     add_eval,
     add_trace,
     add_bench,
+    add_plan,
 )
 """In the order in which ``--help`` shows them."""
 

@@ -24,6 +24,27 @@ class DraftBlock(NamedTuple):
     """Log of the draft model's largest probability at each of them; scores of outcomes read it."""
 
 
+NO_DRAFTING = "no drafting"
+"""What people read where there is no :class:`RoundChoice`."""
+
+
+class RoundChoice(NamedTuple):
+    """The shape of a round where it is chosen step by step: each choice is one fixed shape."""
+
+    num_draft_tokens: int
+    """γ."""
+    num_outcomes: int
+    """B; 0 drafts nothing ahead: every block is drafted in line, as after a miss."""
+    jacobi_passes: int
+    """J."""
+    context_refreshes: int
+    """R ≤ J."""
+
+    def __str__(self) -> str:
+        """``γ7 B4 J1-R1``."""
+        return f"γ{self.num_draft_tokens} B{self.num_outcomes} J{self.jacobi_passes}-R{self.context_refreshes}"
+
+
 class Origin(IntEnum):
     """Where a draft block came from."""
 

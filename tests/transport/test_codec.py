@@ -8,7 +8,7 @@ import torch
 from vllm_jetspecpp.transport import codec
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
 from vllm_jetspecpp.transport.split import split_batch
-from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.types import Origin, RoundChoice
 
 
 def request(slot=0, start=0, num_tokens=3, num_states=2, width=5, dtype=torch.float32, **fields):
@@ -56,7 +56,9 @@ BATCHES = {
         released=(1,),
         overwritten=(5, 6),
         cache_block_size=16,
+        choice=RoundChoice(63, 64, 16, 16),
     ),
+    "drafted in line": VerifiedBatch(1, (request(wants_draft=True),), choice=RoundChoice(1, 0, 0, 0)),
     "many, mixed": VerifiedBatch(
         3, tuple(request(i, i, i % 4, i % 3, 1 + i % 6, codec.DTYPES[i % 3], wants_draft=i % 2 == 0) for i in range(70))
     ),
@@ -101,14 +103,22 @@ def test_wrong_dtypes_are_refused(wrong):
         encoded(batch)
 
 
-# Fields of the header and of the first request: magic, total, step, requests, released, overwritten, block size | slot,
-# token start, tokens, state start, states, width, dtype, accepted, verified, room, flags, first block, blocks.
-@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7 + 2, 7 + 4, 7 + 5, 7 + 6, 7 + 12])
+# Fields of the header and of the first request: magic, total, step, requests, released, overwritten, block size; γ, B,
+# J, R of the round | slot, token start, tokens, state start, states, width, dtype, accepted, verified, room, flags,
+# first block, blocks.
+@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7, 8, 9, 10, 11 + 2, 11 + 4, 11 + 5, 11 + 6, 11 + 12])
 @pytest.mark.parametrize("value", [-1, 1 << 20, 1 << 62])
 def test_damaged_fields_are_refused(field, value):
-    buffer = encoded(VerifiedBatch(5, (request(),)))
+    buffer = encoded(VerifiedBatch(5, (request(),), choice=RoundChoice(7, 4, 3, 2)))
     buffer.cast("q")[field] = value
     with pytest.raises(ValueError):
+        codec.decode_verified(buffer)
+
+
+@pytest.mark.parametrize("choice", [(0, 4, 1, 1), (64, 4, 1, 1), (7, 65, 1, 1), (7, 4, 17, 1), (7, 4, 1, 2)])
+def test_impossible_rounds_are_refused(choice):
+    buffer = encoded(VerifiedBatch(5, (request(),), choice=RoundChoice(*choice)))
+    with pytest.raises(ValueError, match="impossible round"):
         codec.decode_verified(buffer)
 
 
@@ -151,6 +161,7 @@ MIXED = VerifiedBatch(
     released=(2, 9),
     overwritten=(4,),
     cache_block_size=16,
+    choice=RoundChoice(7, 4, 1, 1),
 )
 
 
@@ -161,7 +172,8 @@ def test_split_pieces_mean_the_same(max_bytes):
     assert [p.wants_reply for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert [(p.released, p.overwritten) for p in pieces] == [((2, 9), (4,))] + [((), ())] * (len(pieces) - 1)
     assert [r.slot for r in pieces[-1].requests] == [0, 1, 3, 4]
-    assert all((p.step, p.cache_block_size) == (MIXED.step, MIXED.cache_block_size) for p in pieces)
+    same = ("step", "cache_block_size", "choice")
+    assert all(getattr(p, name) == getattr(MIXED, name) for p in pieces for name in same)
     for original in MIXED.requests:
         parts = [r for p in pieces for r in p.requests if r.slot == original.slot]
         assert joined(pieces, original.slot) == joined([MIXED], original.slot)

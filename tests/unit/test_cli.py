@@ -15,7 +15,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"jetspecpp {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in ("prepare-demo", "demo", "doctor", "regenerate"))])
+@pytest.mark.parametrize(
+    "command", [(), *((name,) for name in ("prepare-demo", "demo", "doctor", "regenerate", "plan"))]
+)
 def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
@@ -31,6 +33,8 @@ def test_every_command_has_help(command: tuple[str, ...], capsys: pytest.Capture
         ["eval"],
         ["train", "draft", "t"],
         ["regenerate", "t", "p", "o", "--limit", "1", "--shard", "2/2"],
+        ["plan", "--batch", "1,x"],
+        ["acceptance", "--settings", "1"],
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +53,19 @@ def test_a_missing_folder_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.
     assert cli.main(["demo", "--target", str(tmp_path / "missing")]) == cli.USER_ERROR
     error = capsys.readouterr().err
     assert error.startswith("jetspecpp: no target in ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "128"], "--batch sizes must be from 1 to 64, got 128"),
+        (["--prompts", "0"], "--prompts must be at least 1, got 0"),
+        (["--validate", "-1"], "--validate must be at least 0, got -1"),
+    ],
+)
+def test_plan_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == cli.USER_ERROR
+    assert message in capsys.readouterr().err
 
 
 def test_help_loads_nothing_heavy() -> None:

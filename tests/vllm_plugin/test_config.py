@@ -186,7 +186,16 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
         ({"prompt_lookup_max": 3}, "'prompt_lookup_max' has no meaning"),
         ({"rejection_sample_method": "synthetic"}, "'rejection_sample_method' has no meaning"),
         ({"num_outcomes": 0}, "num_outcomes must be an integer from 1 to 64, got 0"),
-        ({"num_outcomes": "many"}, "num_outcomes: Input should be a valid integer, unable to parse"),
+        ({"num_outcomes": "many"}, "num_outcomes must be an integer or 'auto', got 'many'"),
+        ({"jacobi_passes": "aut"}, "jacobi_passes must be an integer or 'auto', got 'aut' (did you mean 'auto'?)"),
+        ({"num_outcomes": 65, "jacobi_passes": "auto"}, "num_outcomes must be an integer from 1 to 64, got 65"),
+        ({"context_refreshes": "auto", "jacobi_passes": 17}, "jacobi_passes must be an integer from 0 to 16, got 17"),
+        ({"plan_profile": "plan.json"}, "plan_profile is for options that are 'auto', and none is"),
+        ({"num_outcomes": "auto", "plan_profile": "/none"}, "plan_profile '/none' is not a file"),
+        (
+            {"num_outcomes": "auto", "jacobi_passes": 7},
+            "acceptance statistics know J0-R0, J1-R1, J2-R2, J3-R3, and none with jacobi_passes 7",
+        ),
         ({"jacobi_passes": 1, "context_refreshes": 2}, "context_refreshes must be at most jacobi_passes"),
         (
             {"selection": "best"},

@@ -1,4 +1,4 @@
-"""``jetspecpp calibrate`` and ``eval``."""
+"""``jetspecpp calibrate``, ``acceptance`` and ``eval``."""
 
 from __future__ import annotations
 
@@ -167,6 +167,58 @@ def add_calibrate(subcommands: Subcommands) -> None:
                 print(f"γ = {fit['num_draft_tokens']}: {fit['rounds']} rounds, beta {fit['beta']:.3f}, hit rate by B:")
                 for rule, rates in fit["hit_rate"].items():
                     print(f"  {rule:13}", "  ".join(f"{size}: {rate:.3f}" for size, rate in rates.items()))
+        return 0
+
+    parser.set_defaults(run=run)
+
+
+def settings(text: str) -> tuple[tuple[int, int], ...]:
+    """``0-0,1-1`` → ((0, 0), (1, 1)): J and R, for argparse."""
+    pairs = [part.split("-") for part in text.split(",")]
+    if not all(len(pair) == 2 and all(n.isdecimal() for n in pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"expected J-R pairs such as 0-0,1-1, got {text!r}")
+    return tuple((int(passes), int(refreshes)) for passes, refreshes in pairs)
+
+
+def add_acceptance(subcommands: Subcommands) -> None:
+    """``jetspecpp acceptance``."""
+    parser = subcommands.add_parser(
+        "acceptance", help="record what a checkpoint's drafts are worth, for the planner, on held-out prompts"
+    )
+    parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
+    add_common_eval(parser)
+    parser.add_argument("--prompts", type=Path, default=None, help="default: the package's 56 calibration prompts")
+    parser.add_argument("--num-draft-tokens", type=int, default=15, help="γ, the checkpoint's longest (default: 15)")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: %(default)s)")
+    parser.add_argument(
+        "--settings",
+        type=settings,
+        default="0-0,1-0,1-1,2-2,3-3",
+        metavar="J-R,...",
+        help="every J and R to record (default: %(default)s)",
+    )
+
+    def run(args: argparse.Namespace) -> int:
+        import torch
+
+        from vllm_jetspecpp.calibration.acceptance import measure_acceptance
+        from vllm_jetspecpp.config import RoundConfig
+        from vllm_jetspecpp.evaluation.datasets import CALIBRATION, read_prompts
+        from vllm_jetspecpp.evaluation.methods import EvalConfig
+
+        torch.set_num_threads(args.threads)
+        for passes, refreshes in args.settings:
+            RoundConfig(args.num_draft_tokens, jacobi_passes=passes, context_refreshes=refreshes)
+        shape = RoundConfig(args.num_draft_tokens)
+        config = EvalConfig(
+            eval_target(args), args.checkpoint, shape, max_new_tokens=args.max_new_tokens, dtype="bfloat16"
+        )
+        made = measure_acceptance(config, read_prompts(args.prompts or CALIBRATION, args.limit), args.settings)
+        write_json(made.as_dict(), args.json)
+        if args.json != "-":
+            for passes, rounds in made.after_hit.items():
+                rates = "  ".join(f"{b}: {1 - rounds.miss_rate(b):.3f}" for b in (1, 2, 4, 8, 16))
+                print(f"J{passes[0]}-R{passes[1]}: {rounds.count:.0f} rounds after hits, hit rate there by B: {rates}")
         return 0
 
     parser.set_defaults(run=run)

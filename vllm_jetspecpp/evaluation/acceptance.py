@@ -102,13 +102,17 @@ class Bench:
         engine = self.engine(config)
         return self._result(engine, self._follow(engine, answers))
 
+    def tally(self, config: EvalConfig, answers: Sequence[Answer]) -> Tally:
+        """The rounds along recorded answers, with what each of them saw."""
+        return self._follow(self.engine(config), answers)
+
     def record(self, config: EvalConfig, answers: Sequence[Answer]) -> Rounds:
         """The rounds of the method along recorded answers.
 
         Raises:
             ValueError: there was not one round.
         """
-        rounds = self._follow(self.engine(config), answers).rounds
+        rounds = self.tally(config, answers).rounds
         if not rounds:
             raise ValueError("not one round was recorded: the answers are too short")
         return Rounds.join(rounds)

@@ -90,10 +90,16 @@ def realised_scores(rounds: Rounds, scores: Tensor) -> Tensor:
     return found.masked_fill(index < 0, float("-inf"))
 
 
-def hit_rates(rounds: Rounds, scores: Tensor, sizes: tuple[int, ...]) -> dict[int, float]:
-    """Share of rounds whose realised outcome is among the B best of ``scores``, for each B ≤ 32 in ``sizes``."""
-    chosen = select_outcomes(scores, max(sizes))
+def realised_ranks(rounds: Rounds, scores: Tensor, size: int) -> Tensor:
+    """Place of the realised outcome among the ``size`` best of ``scores``, [N] int64 from 0; -1 where it is not."""
+    chosen = select_outcomes(scores, size)
     tokens = rounds.candidate_tokens.flatten(1).gather(1, chosen.num_accepted * scores.shape[-1] + chosen.bonus)
     same = (chosen.num_accepted == rounds.num_accepted.unsqueeze(-1)) & (tokens == rounds.bonus.unsqueeze(-1))
     same &= chosen.log_prob.isfinite()
-    return {size: same[:, :size].any(-1).float().mean().item() for size in sizes}
+    return torch.where(same.any(-1), same.int().argmax(-1), -1)
+
+
+def hit_rates(rounds: Rounds, scores: Tensor, sizes: tuple[int, ...]) -> dict[int, float]:
+    """Share of rounds whose realised outcome is among the B best of ``scores``, for each B ≤ 32 in ``sizes``."""
+    ranks = realised_ranks(rounds, scores, max(sizes))
+    return {size: ((ranks >= 0) & (ranks < size)).float().mean().item() for size in sizes}

@@ -8,6 +8,7 @@
     adapter/converter.safetensors modules A_ℓ: ``stacks.<module>.<layer>.…``, matrices perhaps in int8
     adapter/head.safetensors      ``token_ids`` [draft_vocab] int32: LM head rows of draft model and decoder
     calibration/thresholds.json   optional: how outcomes are scored, for each γ it was fitted for
+    calibration/acceptance.json   optional: what its drafts are worth, for the planner
     manifest.json                 target, and sha256 and size of every other file
 """
 
@@ -33,6 +34,7 @@ FORMAT_VERSION = 1
 WEIGHT_FILES = ("model.safetensors", "adapter/converter.safetensors", "adapter/head.safetensors")
 CONFIG_FILES = ("config.json", "adapter/config.json")
 CALIBRATION_FILE = "calibration/thresholds.json"
+ACCEPTANCE_FILE = "calibration/acceptance.json"
 CAUSAL_KEYS = ("causal", "causal_head", "is_causal")
 MAX_LAYERS, MAX_BLOCK_SIZE, MAX_POSITIONS, MAX_VOCAB = 256, 1024, 1 << 30, 1 << 24
 """Beyond these a number in a checkpoint is a mistake, and is refused before memory is asked for."""
@@ -283,7 +285,8 @@ def save_checkpoint(
 
 def write_manifest(folder: Path, target_name: str) -> None:
     """Write ``manifest.json`` over the files that are there."""
-    names = [*CONFIG_FILES, *WEIGHT_FILES, *([CALIBRATION_FILE] if (folder / CALIBRATION_FILE).is_file() else [])]
+    optional = [name for name in (CALIBRATION_FILE, ACCEPTANCE_FILE) if (folder / name).is_file()]
+    names = [*CONFIG_FILES, *WEIGHT_FILES, *optional]
     files = {name: file_digest(folder / name) for name in names}
     write_json(folder / "manifest.json", {"format_version": FORMAT_VERSION, "target": target_name, "files": files})
 

@@ -8,13 +8,13 @@ how the verification that has just begun will end, and fills the cache.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from vllm_jetspecpp.config import EngineConfig
+from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.foresight.foresight import Blocks, PreDrafts, Prefix, draft_verified, predraft
 from vllm_jetspecpp.foresight.outcome_cache import OutcomeCache
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector
@@ -24,7 +24,7 @@ from vllm_jetspecpp.runtime.cached_prefixes import CachedPrefixes
 from vllm_jetspecpp.runtime.request_states import Parts, RequestStates
 from vllm_jetspecpp.runtime.slot_history import SlotHistory
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, DraftBatch, Verified, VerifiedBatch
-from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
+from vllm_jetspecpp.types import DraftBlock, Origin, Outcome, RoundChoice
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class DraftEngine:
     def _setup(self, config: EngineConfig, nets: Networks, calibration: Calibration | None) -> None:
         self.config, self.nets = config, nets
         self.selector = OutcomeSelector(config.round, calibration, nets.target.embedding.device)
+        self._round, self._ahead = config.round, True
+        self._shapes: dict[RoundChoice, tuple[RoundConfig, OutcomeSelector]] = {}
         sizes = (config.num_slots, config.max_model_len)
         self.states = RequestStates(nets, *sizes, config.round.block_size, config.window)
         self.history = SlotHistory(*sizes)
@@ -79,6 +81,7 @@ class DraftEngine:
     @torch.inference_mode()
     def answer(self, batch: VerifiedBatch) -> DraftBatch:
         """A block for every request that wants one: from the cache where its outcome was foreseen, else J_0."""
+        self._choose(batch.choice)
         self._take(batch)
         wanting = [r for r in batch.requests if r.wants_draft and r.max_draft_tokens > 0]
         blocks = {r.slot: block for r in wanting if (block := self._lookup(r)) is not None}
@@ -99,6 +102,21 @@ class DraftEngine:
             if r.wants_draft
         ]
         return DraftBatch(batch.step, tuple(drafts))
+
+    def _choose(self, choice: RoundChoice | None) -> None:
+        """The shape of this step's round: the worker's choice, or the one of the start."""
+        if choice is None:
+            choice = RoundChoice(*(getattr(self.config.round, name) for name in RoundChoice._fields))
+        if choice not in self._shapes:
+            limits = self.config.round
+            if choice.num_draft_tokens > limits.num_draft_tokens or choice.num_outcomes > limits.num_outcomes:
+                raise ValueError(f"a round of {choice} is larger than the one of the start, {limits}")
+            # B = 0 has no selector: nothing is drafted ahead.
+            shape = replace(limits, **choice._asdict() | {"num_outcomes": max(choice.num_outcomes, 1)})
+            selector = OutcomeSelector(shape, self.selector.calibration, self.states.device)
+            self._shapes[choice] = shape, selector
+        self._round, self.selector = self._shapes[choice]
+        self._ahead = choice.num_outcomes > 0
 
     def _take(self, batch: VerifiedBatch) -> None:
         """What the message says, before anything is asked of it."""
@@ -139,11 +157,11 @@ class DraftEngine:
         self._commit()
         self.prefixes.save(self._unsaved)
         self._unsaved = ()
-        if not self._next:
-            return
         under, self._next = self._next, []
+        if not under or not self._ahead:
+            return
         slots = [u.slot for u in under]
-        blocks = [filled(u.block, self.config.round.num_draft_tokens) for u in under]
+        blocks = [filled(u.block, self._round.num_draft_tokens) for u in under]
         for u, block in zip(under, blocks, strict=True):
             self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(block.tokens))
         prefix = self.states.prefix(slots, [u.anchor_position for u in under])
@@ -157,7 +175,7 @@ class DraftEngine:
         self, under: list[UnderVerification], prefix: Prefix, block: Tensor, confidence: Tensor
     ) -> None:
         num_verified = torch.tensor([u.num_verified for u in under], device=block.device)
-        made = predraft(self.nets, self.config.round, self.selector, prefix, block, confidence, num_verified)
+        made = predraft(self.nets, self._round, self.selector, prefix, block, confidence, num_verified)
         self._store(under, made)
 
     def _forget(self, slot: int) -> None:
@@ -208,7 +226,7 @@ class DraftEngine:
             self.states.commit([r.slot for r in requests], [r.state_start for r in requests], states, parts)
 
     def _fallback(self, missed: list[Verified]) -> dict[int, DraftBlock]:
-        slots, options = [r.slot for r in missed], self.config.round
+        slots, options = [r.slot for r in missed], self._round
         prefix = self.states.prefix(slots, [r.anchor_position for r in missed])
         passes, refreshes = options.fallback_passes, options.fallback_refreshes
         drafts = draft_verified(
@@ -226,7 +244,8 @@ class DraftEngine:
 
 
 def filled(block: DraftBlock, num_tokens: int) -> DraftBlock:
-    """``block``, and where it is shorter its last token at no confidence: a round has one shape."""
+    """``block`` at the length of a round, which has one shape: where it is shorter, its last token at no confidence."""
+    block = DraftBlock(block.tokens[:num_tokens], block.confidence[:num_tokens])
     missing = num_tokens - len(block.tokens)
     return DraftBlock(block.tokens + block.tokens[-1:] * missing, block.confidence + (NO_CONFIDENCE,) * missing)
 

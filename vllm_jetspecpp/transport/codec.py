@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_jetspecpp.config import MAX_DRAFT_TOKENS, MAX_OUTCOMES, MAX_PASSES
 from vllm_jetspecpp.transport.messages import Draft, DraftBatch, Verified, VerifiedBatch
-from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.types import Origin, RoundChoice
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states on the wire; a message names one by its index."""
@@ -24,7 +25,9 @@ MAX_WIDTH = 1 << 24
 
 _VERIFIED_MAGIC = 0x4A53_5050_0001
 _DRAFT_MAGIC = 0x4A53_5050_0002
-_VERIFIED_HEADER = struct.Struct("=7q")  # magic, total bytes, step, requests, released, overwritten, block size
+_VERIFIED_HEADER = struct.Struct("=11q")
+"""Magic, total bytes, step, requests, released, overwritten, cache block size; γ, B, J and R of the round."""
+_NO_CHOICE = (0, 0, 0, 0)
 _REQUEST = struct.Struct("=13q")
 _DRAFT_HEADER = struct.Struct("=4q")  # magic, total bytes, step, drafts
 _DRAFT = struct.Struct("=4q")  # slot, origin, tokens, positions without states
@@ -61,7 +64,8 @@ def encode_verified(batch: VerifiedBatch, buffer: memoryview) -> None:
         ValueError: a dtype or shape that ``transport/messages.py`` does not allow.
     """
     counts = (len(batch.requests), len(batch.released), len(batch.overwritten), batch.cache_block_size)
-    _VERIFIED_HEADER.pack_into(buffer, 0, _VERIFIED_MAGIC, len(buffer), batch.step, *counts)
+    choice = batch.choice or _NO_CHOICE
+    _VERIFIED_HEADER.pack_into(buffer, 0, _VERIFIED_MAGIC, len(buffer), batch.step, *counts, *choice)
     at = _put_int64s(batch.released, buffer, _VERIFIED_HEADER.size)
     at = _put_int64s(batch.overwritten, buffer, at)
     for request in batch.requests:
@@ -80,7 +84,8 @@ def decode_verified(buffer: memoryview) -> VerifiedBatch:
         ValueError: not a whole, well-formed message.
     """
     reader = _Reader(buffer)
-    magic, total, step, num_requests, num_released, num_overwritten, block_size = reader.fields(_VERIFIED_HEADER)
+    magic, total, step, *counts = reader.fields(_VERIFIED_HEADER)
+    num_requests, num_released, num_overwritten, block_size, *round_shape = counts
     _check_header(magic == _VERIFIED_MAGIC and total == len(buffer), "VerifiedBatch", magic, total, len(buffer))
     released, overwritten = reader.int64s(num_released), reader.int64s(num_overwritten)
     records = list(reader.records(_REQUEST, num_requests))
@@ -88,7 +93,7 @@ def decode_verified(buffer: memoryview) -> VerifiedBatch:
     reader.finish()
     if block_size < 0:
         raise ValueError(f"message names a cache block of {block_size} positions")
-    return VerifiedBatch(step, requests, released, overwritten, block_size)
+    return VerifiedBatch(step, requests, released, overwritten, block_size, _read_choice(*round_shape))
 
 
 def draft_bytes(batch: DraftBatch) -> int:
@@ -167,6 +172,17 @@ def _read_request(record: tuple[int, ...], reader: _Reader) -> Verified:
         first_block=first_block,
         block_ids=reader.int64s(num_blocks),
     )
+
+
+def _read_choice(gamma: int, outcomes: int, passes: int, refreshes: int) -> RoundChoice | None:
+    choice = RoundChoice(gamma, outcomes, passes, refreshes)
+    if choice == _NO_CHOICE:
+        return None
+    if not (
+        1 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 0 <= refreshes <= passes <= MAX_PASSES
+    ):
+        raise ValueError(f"message names an impossible round: {tuple(choice)}")
+    return choice
 
 
 def _put(tensor: torch.Tensor, buffer: memoryview, at: int) -> int:

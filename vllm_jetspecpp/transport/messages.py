@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.types import Origin, RoundChoice
 
 NO_BLOCK = -1
 """``Verified.num_accepted`` when no draft block was under verification."""
@@ -67,6 +67,8 @@ class VerifiedBatch:
     another request's."""
     cache_block_size: int = 0
     """Positions in a block of vLLM's KV cache; 0: no block ids are sent, and no prefix is kept."""
+    choice: RoundChoice | None = None
+    """Shape of this step's round, γ and B at most those the draft process was started with; None: just those."""
 
     @property
     def wants_reply(self) -> bool:

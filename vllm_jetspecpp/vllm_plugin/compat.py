@@ -159,6 +159,21 @@ SYMBOLS = (
     ),
     Symbol("worker", "vllm.sampling_params", "SamplingParams.all_stop_token_ids", "respect min_tokens"),
     Symbol("worker", "vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "install the proposer"),
+    *(
+        Symbol("worker", "vllm.v1.core.sched.output", name, "measure steps of the target")
+        for name in ("SchedulerOutput.make_empty", "CachedRequestData.make_empty", "NewRequestData")
+    ),
+    *(
+        Symbol("worker", "vllm.v1.worker.gpu_worker", f"Worker.{name}", "measure steps of the target")
+        for name in ("execute_model", "sample_tokens")
+    ),
+    Symbol(
+        "worker",
+        _RUNNER,
+        "GPUModelRunner._update_states",
+        "take a measured step back",
+        mentions="num_output_tokens < len(req_state.output_token_ids)",
+    ),
     Symbol("worker", "vllm.model_executor.model_loader.utils", "get_model_cls", "check the target before it loads"),
     Symbol("worker", "vllm.model_executor.models.interfaces", "supports_eagle3", "check that its layers can be tapped"),
     Symbol("cpu", "vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "run on CPU", mentions="CPUModelRunner"),

@@ -22,10 +22,15 @@ from vllm_jetspecpp.config import (
     check_choice,
     check_draft_weights,
     check_range,
+    nearest,
     resolve_class,
 )
 from vllm_jetspecpp.draft_process.placement import PlacementConfig
+from vllm_jetspecpp.planning.acceptance import Acceptance, unmeasured
+from vllm_jetspecpp.planning.costs import load_costs
+from vllm_jetspecpp.planning.plan import OUTCOMES, Options
 from vllm_jetspecpp.tracing.recorder import check_directory
+from vllm_jetspecpp.types import RoundChoice
 from vllm_jetspecpp.vllm_plugin import environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 from vllm_jetspecpp.vllm_plugin.target_checks import check_target, check_weights
@@ -39,6 +44,11 @@ MAX_DRAFT_SLOTS = 4096
 MAX_PREFIX_STORE_MIB = 1 << 24
 DEFAULT_DRAFT_SLOTS = 8
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+DEFAULT_SHAPE: tuple[int | str, int | str, int | str] = (4, 1, 1)
+"""B, J and R where none are given; ``AUTO`` leaves one to the planner."""
+UNPLANNED = (4, 1, 1)
+"""What stands for ``AUTO`` where nothing could be measured."""
+MOST_PASSES = 3
 CPU_WORKER = "vllm_jetspecpp.vllm_plugin.cpu_worker.CPUSpecDecodeWorker"
 GPU_WORKER = "vllm_jetspecpp.vllm_plugin.gpu_worker.GPUSpecDecodeWorker"
 
@@ -53,12 +63,15 @@ class JetSpecConfig(SpeculativeConfig):
     method: Literal["jetspecpp"] = "jetspecpp"  # type: ignore[assignment]
     num_speculative_tokens: int = Field(default=None, gt=0)  # type: ignore[assignment]
     """γ, draft tokens a block; by default all that the checkpoint was made for."""
-    num_outcomes: int = 4
-    """B, outcomes drafted for ahead of each verification."""
-    jacobi_passes: int = 1
-    """J, refinement passes of each draft."""
-    context_refreshes: int = 1
-    """R ≤ J, context refreshes, one before each of the first R passes."""
+    num_outcomes: int | str = DEFAULT_SHAPE[0]
+    """B, outcomes drafted for ahead of each verification; ``auto``: chosen step by step, with γ up to
+    ``num_speculative_tokens``, or no drafting where plain decoding is faster."""
+    jacobi_passes: int | str = DEFAULT_SHAPE[1]
+    """J, refinement passes of each draft, or ``auto``."""
+    context_refreshes: int | str = DEFAULT_SHAPE[2]
+    """R ≤ J, context refreshes, one before each of the first R passes, or ``auto``."""
+    plan_profile: str | None = None
+    """With ``auto``: file of times that ``jetspecpp plan --save`` wrote, instead of measuring at each start."""
     selection: str = AUTO
     """How outcomes are scored: ``calibrated``, ``conformal``, ``uncalibrated``, or what the checkpoint allows."""
     fallback_passes: int = 0
@@ -114,6 +127,7 @@ class JetSpecConfig(SpeculativeConfig):
         self._resolve_checkpoint()
         self._check_length()
         self._check_schedule()
+        self._check_plan()
         self._resolve_placement()
         check_draft_weights(self.draft_weights, self.draft_device, self._dtype)
         self._resolve_runner()
@@ -135,7 +149,65 @@ class JetSpecConfig(SpeculativeConfig):
 
     def _round(self, num_draft_tokens: int) -> RoundConfig:
         served = {f.name for f in fields(RoundConfig)} - NOT_SERVED
-        return RoundConfig(num_draft_tokens, **{name: getattr(self, name) for name in served})
+        return RoundConfig(num_draft_tokens, **{name: getattr(self, name) for name in served} | self._largest())
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner chooses the shape of rounds."""
+        return AUTO in (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
+
+    def _largest(self) -> dict[str, int]:
+        """B, J and R as given, and where they are left to the planner the largest it may choose."""
+        given = {name: getattr(self, name) for name in ("num_outcomes", "jacobi_passes", "context_refreshes")}
+        for name, value in given.items():
+            if isinstance(value, str) and value != AUTO:
+                raise ValueError(f"{name} must be an integer or {AUTO!r}, got {value!r}{nearest(value, [AUTO])}")
+        outcomes, passes, refreshes = given.values()
+        if passes == AUTO:
+            passes = MOST_PASSES if refreshes == AUTO else max(MOST_PASSES, refreshes)
+        if refreshes == AUTO:
+            refreshes = min(MOST_PASSES, passes)
+        return {
+            "num_outcomes": OUTCOMES[-1] if outcomes == AUTO else outcomes,
+            "jacobi_passes": passes,
+            "context_refreshes": refreshes,
+        }
+
+    @property
+    def unplanned_choice(self) -> RoundChoice:
+        """The shape of rounds where nothing could be measured."""
+        given = (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
+        outcomes, passes, refreshes = (u if g == AUTO else int(g) for g, u in zip(given, UNPLANNED, strict=True))
+        if passes < refreshes and self.jacobi_passes == AUTO:
+            passes = refreshes
+        return RoundChoice(self.num_speculative_tokens, outcomes, passes, min(passes, refreshes))
+
+    def acceptance(self) -> Acceptance:
+        """What the checkpoint's drafts are worth, as recorded or, where it says nothing, as assumed."""
+        known = None
+        if self.draft_engine == DEFAULT_ENGINE:
+            from vllm_jetspecpp.models.acceptance import load_acceptance
+
+            known = load_acceptance(Path(self.model or ""))
+        return unmeasured(self.num_speculative_tokens) if known is None else known
+
+    def plan_options(self, acceptance: Acceptance) -> Options:
+        """What the planner may choose from."""
+        given = (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
+        return Options.within(acceptance, self.num_speculative_tokens, *(None if g == AUTO else int(g) for g in given))
+
+    def _check_plan(self) -> None:
+        if not self.planned:
+            if self.plan_profile is not None:
+                raise ValueError(f"plan_profile is for options that are {AUTO!r}, and none is")
+            return
+        self.plan_options(self.acceptance())
+        if self.plan_profile is not None:
+            load_costs(Path(self.plan_profile))
+        elif environment.given_by_user(V2_RUNNER) == "1":
+            raise ValueError(
+                f"options that are {AUTO!r} need plan_profile with {V2_RUNNER}=1: its steps cannot be measured"
+            )
 
     @property
     def round_config(self) -> RoundConfig:

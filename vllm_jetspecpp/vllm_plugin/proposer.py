@@ -12,9 +12,12 @@ import numpy as np
 import torch
 
 from vllm_jetspecpp.draft_process.client import DraftClient
+from vllm_jetspecpp.planning.planner import FixedChoice
+from vllm_jetspecpp.planning.running import Verification
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, VerifiedBatch
-from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.types import Origin, RoundChoice
 from vllm_jetspecpp.vllm_plugin.statistics import DRAFTED_ORIGINS, Statistics, difference
+from vllm_jetspecpp.vllm_plugin.step_planning import StepPlanning
 
 logger = logging.getLogger("vllm.jetspecpp")
 
@@ -99,13 +102,17 @@ class Proposer:
         """None on ranks that do not draft, and before the worker has set it."""
         self.cache_block_size = 0
         """Positions in a block of vLLM's KV cache; 0 where no prefix is kept."""
+        self.planning: StepPlanning | None = None
+        """Chooses the shape of each round; None: the one of the start."""
         self.statistics = Statistics(self.num_draft_tokens)
         self._client_counts: dict[str, float] = {}
+        self._client_start: dict[str, float] = {}
         self._free_slots = list(range(spec.engine_config(vllm_config).num_slots))
         self._states: dict[str, SlotState] = {}
         self._without_slot: set[str] = set()
         self._released: set[int] = set()
         self._expected: dict[int, Expected] = {}
+        self._verifications: list[Verification] = []
         self._generation: int | None = None
         self._step = 0
 
@@ -123,11 +130,17 @@ class Proposer:
             max_draft_tokens: what vLLM's batch-size schedule allows the next step, γ by default. With 0 nothing is
                 drafted, but states go out all the same: drafting can resume at any step.
         """
+        if self.client is None:
+            return
         allowed = self.num_draft_tokens if max_draft_tokens is None else min(max_draft_tokens, self.num_draft_tokens)
         self.statistics.outcomes_known()
-        self._expected = {}
+        self._expected, self._verifications = {}, []
         verified = [(rows, state := self._find_slot(rows.request_id), self._count(rows, state)) for rows in requests]
-        if self.client is None or not self.client.ready():
+        choice = None
+        if self.planning is not None:
+            choice = self._choose(self.planning, verified)
+            allowed = min(allowed, choice.num_draft_tokens if choice is not None else 0)
+        if not self.client.ready():
             return
         generation = self.client.generation
         if generation != self._generation:
@@ -150,7 +163,24 @@ class Proposer:
             told.append(state)
             if message.wants_draft:
                 self._expected[state.slot] = Expected(rows.request_id, state, limit, message.anchor_position)
-        self._send(messages, told, overwritten, generation)
+        self._send(messages, told, overwritten, generation, choice)
+
+    def _choose(
+        self, planning: StepPlanning, verified: Sequence[tuple[VerifiedRows, SlotState | None, bool]]
+    ) -> RoundChoice | None:
+        """Tell the planner how the step went, and ask it for the next one; None: no drafting."""
+        assert self.client is not None
+        going_on = [state for rows, state, _ in verified if rows.num_sampled and not rows.is_last]
+        try:
+            exposed = self.client.stats.exposed_seconds
+            planning.outcomes([rows for rows, _, _ in verified], self._verifications, exposed)
+            choice = planning.choose(len(going_on), sum(state is not None for state in going_on))
+        except Exception:  # serving goes on whatever happens to the plan
+            logger.exception("the planner failed: requests go on without drafts")
+            self.planning, choice = StepPlanning(FixedChoice(None)), None
+        if going_on:
+            self.statistics.chosen(choice)
+        return choice
 
     def _message(
         self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, limit: int, fresh: bool
@@ -188,7 +218,14 @@ class Proposer:
         first = start // self.cache_block_size
         return first, tuple(rows.block_ids[first : -(-end // self.cache_block_size)])
 
-    def _send(self, messages: list[Verified], told: list[SlotState], overwritten: list[int], generation: int) -> None:
+    def _send(
+        self,
+        messages: list[Verified],
+        told: list[SlotState],
+        overwritten: list[int],
+        generation: int,
+        choice: RoundChoice | None,
+    ) -> None:
         # A slot that was given away again is cleared by its new request's reset.
         released = self._released - {message.slot for message in messages}
         if not messages and not released and not overwritten:
@@ -196,7 +233,7 @@ class Proposer:
         assert self.client is not None
         self._step += 1
         batch = VerifiedBatch(
-            self._step, tuple(messages), tuple(sorted(released)), tuple(overwritten), self.cache_block_size
+            self._step, tuple(messages), tuple(sorted(released)), tuple(overwritten), self.cache_block_size, choice
         )
         if not self.client.send(batch):
             self._expected = {}
@@ -230,6 +267,8 @@ class Proposer:
             if expected and tokens and draft.origin in DRAFTED_ORIGINS:
                 expected.state.origin = draft.origin
                 self.statistics.received(draft.origin)
+                if self.planning is not None:
+                    self.planning.answered(draft.origin)
                 self.statistics.context(expected.context_length, draft.num_missing)
                 yield expected.request_id, tokens
 
@@ -258,6 +297,7 @@ class Proposer:
         if had_block:
             assert state is not None
             self.statistics.verified(state.origin, rows.num_draft_tokens, rows.num_accepted)
+            self._verifications.append(Verification(state.origin, rows.num_draft_tokens, rows.num_accepted))
         else:
             self.statistics.plain_tokens += rows.num_sampled
         if state is not None:
@@ -293,14 +333,25 @@ class Proposer:
         """Plain dict of :class:`Statistics` and of the client's own counts (under ``client``)."""
         if self.client is None:
             return {}
-        counts = asdict(self.client.stats)
+        counts = self._counts_of_client()
         values = self.statistics.as_dict() | {"client": difference(counts, self._client_counts)}
+        if self.planning is not None:
+            values["plan"] = self.planning.planner.state()
         if reset:
             self.statistics.reset()
             self._client_counts = counts
         return values
 
+    def begin_counting(self) -> None:
+        """What the client saw until now was no serving: it was measured."""
+        assert self.client is not None
+        self._client_start = asdict(self.client.stats)
+
+    def _counts_of_client(self) -> dict[str, float]:
+        assert self.client is not None
+        return difference(asdict(self.client.stats), self._client_start)
+
     def totals(self) -> dict[str, Any]:
         """What ``/metrics`` shows: sums since start, which no reset changes, and whether drafts can come now."""
         assert self.client is not None
-        return self.statistics.totals() | {"client": asdict(self.client.stats), "alive": self.client.alive}
+        return self.statistics.totals() | {"client": self._counts_of_client(), "alive": self.client.alive}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from time import perf_counter
 from typing import Any
 
-from vllm_jetspecpp.types import Origin
+from vllm_jetspecpp.types import NO_DRAFTING, Origin, RoundChoice
 
 DRAFTED_ORIGINS = (Origin.FIRST, Origin.HIT, Origin.FALLBACK)
 
@@ -43,6 +43,8 @@ class Statistics:
     verify_seconds: float = 0.0
     """From handing over drafts to the verified outcome, over the steps that had any."""
     verify_steps: int = 0
+    steps_by_choice: dict[str, int] = field(default_factory=dict)
+    """Steps by the shape of round that the planner chose for them; none without it."""
     context_positions: int = 0
     """Positions before the anchors, summed over the blocks received."""
     missing_positions: int = 0
@@ -76,6 +78,11 @@ class Statistics:
     def received(self, origin: Origin) -> None:
         """Count one usable block from the draft process."""
         self.blocks_by_origin[origin.name.lower()] += 1
+
+    def chosen(self, choice: RoundChoice | None) -> None:
+        """Count a choice of the planner; None: no drafting."""
+        name = str(choice or NO_DRAFTING)
+        self.steps_by_choice[name] = self.steps_by_choice.get(name, 0) + 1
 
     def context(self, num_positions: int, num_missing: int) -> None:
         """Count the context of one block: its length, and the positions in it without states."""

@@ -1,0 +1,281 @@
+"""The planner's arithmetic: the best shape of a round on made-up costs, and what running averages make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from vllm_jetspecpp.planning.acceptance import Acceptance, Rounds, unmeasured
+from vllm_jetspecpp.planning.costs import Costs, Grid, Line, MeasuredRound, fit_line, fit_rounds, load_costs
+from vllm_jetspecpp.planning.plan import Options, Plan
+from vllm_jetspecpp.planning.planner import TRIAL_EVERY, TRIAL_STEPS, Planner
+from vllm_jetspecpp.planning.running import Step, Verification
+from vllm_jetspecpp.types import Origin, RoundChoice
+
+SIZES, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+
+
+def random_costs(rng: random.Random) -> Costs:
+    base, per_token = rng.uniform(1, 30), rng.uniform(0.01, 3)
+    seconds = tuple(tuple(1e-3 * (base + per_token * batch * size) for size in SIZES) for batch in BATCHES)
+
+    def line(most: float) -> Line:
+        return Line(1e-3 * rng.uniform(0, most), 1e-3 * rng.uniform(0, most / 20))
+
+    return Costs(
+        Grid(BATCHES, SIZES, seconds),
+        line(20),
+        line(10),
+        line(20),
+        line(20),
+        comm=rng.uniform(0, 1e-3),
+        target_slowdown=rng.choice((1.0, rng.uniform(1, 2))),
+        draft_slowdown=rng.choice((1.0, rng.uniform(1, 3))),
+        concurrent=rng.random() < 0.8,
+    )
+
+
+def random_acceptance(rng: random.Random, gamma: int = 15) -> Acceptance:
+    def rounds(ranks: int) -> Rounds:
+        lengths = [rng.random() * 0.7**k for k in range(gamma + 1)]
+        shares = [rng.random() / (r + 1) for r in range(ranks)]
+        scale = sum(lengths) * rng.uniform(0.2, 1) / max(sum(shares), 1e-9)
+        return Rounds(tuple(lengths), tuple(share * scale for share in shares))
+
+    passes = [(0, 0), (1, 1), (3, 3)]
+    return Acceptance(gamma, {p: rounds(16) for p in passes}, {p: rounds(16) for p in passes}, rounds(0))
+
+
+def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -> float:
+    """Tokens a second by Eq. 4, written down anew: expectations over accepted lengths, hits by iterating the chain."""
+    gamma, b, j, r = choice
+
+    def tau(rounds: Rounds) -> float:
+        return sum(n * (min(k, gamma) + 1) for k, n in enumerate(rounds.accepted)) / sum(rounds.accepted)
+
+    size = gamma + 1
+    verify = costs.verify(batch, size)
+    if b:
+        hit, miss = acceptance.after_hit[j, r], acceptance.after_miss[j, r]
+        found = [sum(rounds.ranks[:b]) / sum(rounds.accepted) for rounds in (hit, miss)]
+        p = 0.5
+        for _ in range(5000):
+            p = p * found[0] + (1 - p) * found[1]
+        rows = batch * b * size
+        draft = costs.foresight(batch * size) + (j + 1) * costs.draft_pass(rows) + r * costs.refresh(rows)
+        mean = p * tau(hit) + (1 - p) * tau(miss)
+    else:
+        p, draft, mean = 0.0, 0.0, tau(acceptance.in_line)
+    # A step of the two together, in small slices of time.
+    left, time = [verify, draft], 0.0
+    while costs.concurrent and min(left) > 1e-12:
+        rates = (1 / costs.target_slowdown, 1 / costs.draft_slowdown)
+        slice_ = min(left[0] / rates[0], left[1] / rates[1])
+        left, time = [left[0] - slice_ * rates[0], left[1] - slice_ * rates[1]], time + slice_
+    both = time + sum(left)
+    # Fallbacks of 0..batch requests, weighed by how likely so many miss.
+    from math import comb
+
+    fallback = sum(
+        comb(batch, m) * (1 - p) ** m * p ** (batch - m) * costs.fallback(m * size) for m in range(1, batch + 1)
+    )
+    return batch * mean / (both + costs.comm + fallback)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_choice_is_the_brute_force_optimum(seed: int) -> None:
+    rng = random.Random(seed)
+    costs, acceptance, batch = random_costs(rng), random_acceptance(rng), rng.choice((1, 2, 3, 8, 16))
+    options = Options.within(acceptance, rng.choice((3, 7, 15)))
+    plan = Plan(costs, acceptance, options)
+    plain = batch / costs.verify(batch, 1)
+    speeds = {choice: eq4(costs, acceptance, batch, choice) for choice in options.choices}
+    for row in plan.explain(batch)[1:]:
+        assert row.choice is not None and row.throughput == pytest.approx(speeds[row.choice], rel=1e-6)
+    chosen = plan.choose(batch)
+    assert chosen.throughput == pytest.approx(max(plain, *speeds.values()), rel=1e-6)
+    assert (chosen.choice is None) == (plain >= max(speeds.values()))
+
+
+def test_plain_decoding_wins_ties_and_slow_drafting() -> None:
+    acceptance = unmeasured(7)
+    slow = Costs(Grid((1,), (1, 8), ((0.01, 0.1),)), Line(1, 0), Line(1, 0), Line(1, 0), Line(1, 0), 0.0)
+    plan = Plan(slow, acceptance, Options.within(acceptance, 7))
+    assert all(plan.choose(batch).choice is None for batch in (1, 2, 16))
+    nothing = Rounds((1.0,) + (0.0,) * 7, (0.0,) * 16)  # no draft is ever accepted, and drafting is free
+    useless = Acceptance(7, {(0, 0): nothing}, {(0, 0): nothing}, nothing)
+    free = Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0, 0)] * 4, comm=0.0)
+    assert Plan(free, useless, Options.within(useless, 7)).choose(1).choice is None
+
+
+def test_dearer_drafting_never_promises_more() -> None:
+    rng = random.Random(1)
+    costs, acceptance = random_costs(rng), random_acceptance(rng)
+    options = Options.within(acceptance, 15)
+    dearer = dataclasses.replace(costs, draft_pass=Line(costs.draft_pass.base * 2, costs.draft_pass.slope * 2))
+    pairs = zip(*(Plan(c, acceptance, options).explain(4) for c in (costs, dearer)), strict=True)
+    assert all(second.throughput <= first.throughput for first, second in pairs)
+    rates = [Plan(costs, acceptance, options).rates(RoundChoice(7, b, 1, 1))[0] for b in (1, 2, 4, 8, 16)]
+    assert rates == sorted(rates)
+    taus = [Plan(costs, acceptance, options).rates(RoundChoice(g, 4, 1, 1))[1] for g in options.gammas]
+    assert taus == sorted(taus)
+
+
+def test_a_number_given_is_the_only_one() -> None:
+    acceptance = unmeasured(7)
+    options = Options.within(acceptance, 5, num_outcomes=3)
+    assert {choice.num_outcomes for choice in options.choices} == {3}
+    assert max(choice.num_draft_tokens for choice in options.choices) == 5
+    with pytest.raises(ValueError, match="jacobi_passes 5"):
+        Options.within(acceptance, 7, jacobi_passes=5)
+
+
+def test_fit_finds_the_lines() -> None:
+    lines = Line(2e-3, 1e-5), Line(4e-3, 2e-5), Line(8e-3, 0.0)
+    costs = Costs(Grid((1,), (1,), ((1.0,),)), *lines, Line(0, 0), comm=0.0)
+    shapes = [(1, 7, 1, 0, 0), (1, 7, 4, 0, 0), (1, 3, 4, 1, 1), (4, 7, 2, 3, 3), (2, 15, 1, 1, 0), (4, 3, 1, 0, 0)]
+    rounds = [MeasuredRound(n, RoundChoice(*shape), costs.draft(n, RoundChoice(*shape))) for n, *shape in shapes]
+    for found, line in zip(fit_rounds(rounds), lines, strict=True):
+        assert found(100) == pytest.approx(line(100), rel=0.02)
+    assert fit_line([(8, 0.01), (16, 0.012), (32, 0.016)]) == pytest.approx(Line(0.008, 0.00025))
+
+
+def test_profile_file(tmp_path: Path) -> None:
+    costs = random_costs(random.Random(2))
+    path = tmp_path / "profile.json"
+    costs.save(path)
+    assert load_costs(path) == costs
+    for change, message in (
+        ({"comm": -1}, "between 0 and"),
+        ({"comm": "x"}, "between 0 and"),
+        ({"foresight": [1]}, "list of 2 numbers"),
+        ({"verify": {}}, "batches, sizes and seconds"),
+        ({"verify": {"batches": [2, 1], "sizes": [1], "seconds": [[1], [1]]}}, "that rise"),
+        ({"verify": {"batches": [1], "sizes": [1], "seconds": [[0]]}}, "more than 0 seconds"),
+        ({"draft_slowdown": 0.5}, "from 1 on"),
+        ({"comn": 1}, "did you mean 'comm'"),
+        ({"concurrent": 1}, "true or false"),
+    ):
+        path.write_text(json.dumps(json.loads(json.dumps(dataclasses.asdict(costs))) | change))
+        with pytest.raises(ValueError, match=message):
+            load_costs(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load_costs(path)
+    with pytest.raises(ValueError, match="is not a file"):
+        load_costs(tmp_path / "none.json")
+
+
+def test_acceptance_file() -> None:
+    acceptance = random_acceptance(random.Random(3), 3)
+    values = json.loads(json.dumps(acceptance.as_dict()))
+    assert Acceptance.from_dict(values, "here") == acceptance
+    for path, value, message in (
+        (("num_draft_tokens",), 4, "expected 5 accepted"),
+        (("settings",), [], "1 to"),
+        (("in_line", "accepted"), [0, 0, 0, 0], "count rounds"),
+        (("in_line", "ranks"), [-1], "from 0 on"),
+        (("in_line", "rank"), [], "did you mean 'ranks'"),
+    ):
+        broken = json.loads(json.dumps(values))
+        place = broken
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(ValueError, match=message):
+            Acceptance.from_dict(broken, "here")
+
+
+class World:
+    """Serves a planner's choices: what really happens, by costs and rates of its own."""
+
+    def __init__(self, costs: Costs, acceptance: Acceptance, seed: int = 0) -> None:
+        self.costs, self.acceptance, self.rng = costs, acceptance, random.Random(seed)
+        self.choices: list[RoundChoice | None] = []
+        self.tokens, self.seconds = 0, 0.0
+
+    def serve(self, planner: Planner, steps: int, batch: int = 1) -> None:
+        ahead, hit = None, False
+        for _ in range(steps):
+            choice = planner.choose(batch, batch)
+            self.choices.append(choice)
+            step = self._step(choice, ahead, hit, batch)
+            hit = Origin.HIT in step.answers
+            planner.see(step)
+            assert step.seconds is not None
+            self.tokens, self.seconds, ahead = self.tokens + step.tokens, self.seconds + step.seconds, choice
+
+    def _step(self, choice: RoundChoice | None, ahead: RoundChoice | None, hit: bool, batch: int) -> Step:
+        if choice is None:
+            return Step(None, ahead, batch, 0, self.costs.verify(batch, 1), 0.0, (), ())
+        blocks, answers = [], []
+        for _ in range(batch):
+            origin, rounds = Origin.FALLBACK, self.acceptance.in_line
+            if ahead is not None and ahead.num_outcomes:
+                passes = ahead[2:]
+                before = (self.acceptance.after_hit if hit else self.acceptance.after_miss)[passes]
+                origin = Origin.FALLBACK if self.rng.random() < before.miss_rate(ahead[1]) else Origin.HIT
+                rounds = (self.acceptance.after_hit if origin is Origin.HIT else self.acceptance.after_miss)[passes]
+            k = self.rng.choices(range(len(rounds.accepted)), rounds.accepted)[0]
+            blocks.append(Verification(origin, choice[0], min(k, choice[0])))
+            answers.append(origin)
+        verify, draft = self.costs.overlap(
+            self.costs.verify(batch, choice[0] + 1), self.costs.draft(batch, ahead) if ahead else 0.0
+        )
+        missed = sum(origin is not Origin.HIT for origin in answers)
+        exposed = max(draft - verify, 0) + (self.costs.fallback(missed * (choice[0] + 1)) if missed else 0)
+        return Step(choice, ahead, batch, batch, verify + exposed, exposed, tuple(blocks), tuple(answers))
+
+
+def some_costs(scale: float = 1.0) -> Costs:
+    """20 ms a step, and drafting of J1-R1, B = 4 in about 25 ms times ``scale``."""
+    seconds = tuple(tuple(1e-3 * (18 + 0.6 * batch * size) for size in SIZES) for batch in BATCHES)
+    lines = [Line(1e-3 * base * scale, 1e-6 * slope * scale) for base, slope in ((8, 20), (3, 40), (4, 40), (8, 100))]
+    return Costs(Grid(BATCHES, SIZES, seconds), *lines, comm=1e-4)
+
+
+def test_planner_settles_on_the_best() -> None:
+    acceptance = unmeasured(7)
+    planner = Planner(some_costs(), acceptance, Options.within(acceptance, 7))
+    world = World(some_costs(), acceptance)
+    world.serve(planner, 1500)
+    best = Plan(some_costs(), acceptance, Options.within(acceptance, 7)).choose(1)
+    assert best.choice is not None
+    assert world.tokens / world.seconds > 0.93 * best.throughput
+    assert planner.state()["factors"]["drafting"] == pytest.approx(1, abs=0.15)
+
+
+def test_planner_leaves_drafting_that_does_not_pay() -> None:
+    """Text on which nothing is accepted, and drafting four times as slow as measured: near plain decoding's speed."""
+    acceptance = unmeasured(7)
+    planner = Planner(some_costs(), acceptance, Options.within(acceptance, 7))
+    useless = Rounds((0.9, 0.1) + (0.0,) * 6, (0.02,) * 16)
+    hard = Acceptance(
+        7, dict.fromkeys(acceptance.after_hit, useless), dict.fromkeys(acceptance.after_miss, useless), useless
+    )
+    world = World(some_costs(4), hard)
+    world.serve(planner, 200)
+    world.tokens, world.seconds = 0, 0.0
+    world.serve(planner, 3000)
+    plain = Plan(some_costs(), acceptance, Options.within(acceptance, 7)).plain(1)
+    assert world.tokens / world.seconds > 0.97 * plain.throughput
+    drafted = sum(choice is not None for choice in world.choices[200:])
+    assert 0 < drafted <= 3000 / TRIAL_EVERY * TRIAL_STEPS
+
+
+def test_planner_comes_back_when_text_gets_easy() -> None:
+    acceptance = unmeasured(7)
+    planner = Planner(some_costs(), acceptance, Options.within(acceptance, 7))
+    useless = Rounds((1.0,) + (0.0,) * 7, (0.01,) * 16)
+    hard = Acceptance(
+        7, dict.fromkeys(acceptance.after_hit, useless), dict.fromkeys(acceptance.after_miss, useless), useless
+    )
+    World(some_costs(), hard).serve(planner, 800)
+    world = World(some_costs(), acceptance)
+    world.serve(planner, 3000)
+    drafted = sum(choice is not None for choice in world.choices[-500:])
+    assert world.choices[0] is None and drafted > 400

@@ -1,0 +1,221 @@
+"""γ, B, J and R that maximise Eq. 4 for a batch, or no drafting where plain decoding is faster.
+
+Eq. 3 is not a wall: drafting that verification does not hide is exposed, and Eq. 4 counts it. A step of a batch waits
+for its slowest answer: for the fallback if any request missed, and for the rows of all that did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from vllm_jetspecpp.planning.acceptance import Acceptance, Passes, Rounds
+from vllm_jetspecpp.planning.costs import Costs
+from vllm_jetspecpp.types import RoundChoice
+
+GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 31, 47, 63)
+"""Block lengths that are considered, and the longest allowed one."""
+OUTCOMES = (0, 1, 2, 4, 6, 8, 12, 16)
+"""Cache sizes that are considered."""
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """What running averages say of the recorded rates; 1 everywhere is the recording itself."""
+
+    misses: float = 1.0
+    """Factor on the probability that an outcome was not foreseen."""
+    rejections_after_hit: float = 1.0
+    """Factor on the probability that a draft token is rejected, in blocks drafted ahead."""
+    rejections_after_miss: float = 1.0
+    """The same in blocks drafted after a miss or in line."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What running averages say of the measured times."""
+
+    target: float = 1.0
+    """Factor on every step of the target."""
+    drafting: float = 1.0
+    """Factor on everything the draft process does."""
+    cells: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Further factor on steps of (batch, γ); γ = 0 is plain decoding."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be chosen from."""
+
+    gammas: tuple[int, ...]
+    outcomes: tuple[int, ...]
+    passes: tuple[Passes, ...]
+
+    @classmethod
+    def within(
+        cls,
+        acceptance: Acceptance,
+        num_draft_tokens: int,
+        num_outcomes: int | None = None,
+        jacobi_passes: int | None = None,
+        context_refreshes: int | None = None,
+    ) -> Options:
+        """All that the statistics speak of, γ at most ``num_draft_tokens``; a number given is the only one.
+
+        Raises:
+            ValueError: there are no statistics of the J or R that is given.
+        """
+        gammas = [gamma for gamma in GAMMAS if gamma < num_draft_tokens] + [num_draft_tokens]
+        known = sorted(acceptance.after_hit)
+        passes = [(j, r) for j, r in known if jacobi_passes in (None, j) and context_refreshes in (None, r)]
+        if not passes:
+            said = ", ".join(f"J{j}-R{r}" for j, r in known)
+            raise ValueError(
+                f"the checkpoint's acceptance statistics know {said}, and none with jacobi_passes {jacobi_passes} and "
+                f"context_refreshes {context_refreshes}: `jetspecpp acceptance --settings` records others"
+            )
+        if num_outcomes is None:
+            outcomes = tuple(b for b in OUTCOMES if b <= acceptance.max_outcomes)
+        else:
+            outcomes = (num_outcomes,)
+        return cls(tuple(gammas), outcomes, tuple(passes))
+
+    @cached_property
+    def choices(self) -> tuple[RoundChoice, ...]:
+        """Every shape a round may get, in the order in which ties are decided: cheapest first."""
+        found = []
+        for gamma in self.gammas:
+            for outcomes in self.outcomes:
+                # Drafted in line there is nothing to refine ahead.
+                passes = self.passes if outcomes else ((0, 0),)
+                found += [RoundChoice(gamma, outcomes, j, r) for j, r in passes]
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row of the table behind a choice; times in seconds, of one step of the whole batch."""
+
+    choice: RoundChoice | None
+    """None: no drafting."""
+    tokens: float
+    """Committed a step, by all requests."""
+    seconds: float
+    verify: float
+    """T_verify, beside the drafting."""
+    draft: float
+    """Left side of Eq. 3, beside the target."""
+    fallback: float
+    """Expected wait for fallback blocks."""
+    hit_rate: float
+    tau: float
+    """Tokens a round of one request, bonus token included."""
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second, all requests together."""
+        return self.tokens / self.seconds
+
+    @property
+    def hidden(self) -> bool:
+        """Whether Eq. 3 holds."""
+        return self.draft <= self.verify
+
+
+class Plan:
+    """The maths of Eq. 4 over given costs and rates; cheap enough to be asked while serving."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        acceptance: Acceptance,
+        options: Options,
+        corrections: Corrections | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self.costs, self.acceptance, self.options = costs, acceptance, options
+        self.corrections, self.pace = corrections or Corrections(), pace or Pace()
+        self._lengths: dict[tuple[Passes | None, bool], list[float]] = {}
+        self._hit_rates: dict[tuple[Passes, int], float] = {}
+
+    def plain(self, batch: int) -> Prediction:
+        """Decoding without drafts."""
+        seconds = self.verify_seconds(batch, batch, 0)
+        return Prediction(None, batch, seconds, seconds, 0.0, 0.0, 0.0, 1.0)
+
+    def predict(self, choice: RoundChoice, batch: int, drafted: int | None = None) -> Prediction:
+        """Eq. 4 for a step of ``batch`` requests, ``drafted`` of which get drafts (all by default)."""
+        drafted = batch if drafted is None else drafted
+        size, pace = choice.num_draft_tokens + 1, self.pace.drafting
+        hit_rate, tau = self.rates(choice)
+        alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
+        verify, draft = self.costs.overlap(alone, pace * self.costs.draft(drafted, choice))
+        any_miss, missing = 1 - hit_rate**drafted, drafted * (1 - hit_rate) * size
+        fallback = pace * (any_miss * self.costs.fallback.base + self.costs.fallback.slope * missing)
+        seconds = max(verify, draft) + self.costs.comm + fallback
+        return Prediction(choice, drafted * tau + batch - drafted, seconds, verify, draft, fallback, hit_rate, tau)
+
+    def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int) -> float:
+        """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""
+        seconds = self.costs.verify(batch, 1 + num_draft_tokens * drafted / batch)
+        return seconds * self.pace.target * self.pace.cells.get((batch, num_draft_tokens), 1.0)
+
+    def rates(self, choice: RoundChoice) -> tuple[float, float]:
+        """p_hit, in the long run, and τ.
+
+        Hits follow hits more often than misses do, since a block drafted ahead is better known to those who drafted it;
+        in the long run the share of hits p satisfies p = p · p(hit | hit) + (1 - p) · p(hit | miss).
+        """
+        gamma = choice.num_draft_tokens
+        if not choice.num_outcomes:
+            return 0.0, self._tau(None, False, gamma)
+        passes = (choice.jacobi_passes, choice.context_refreshes)
+        hit_rate = self._hit_rate(passes, choice.num_outcomes)
+        tau = hit_rate * self._tau(passes, True, gamma) + (1 - hit_rate) * self._tau(passes, False, gamma)
+        return hit_rate, tau
+
+    def rounds(self, passes: Passes | None, was_hit: bool) -> Rounds:
+        """The recorded rounds that speak of a block; ``passes`` None: drafted in line."""
+        if passes is None:
+            return self.acceptance.in_line
+        return (self.acceptance.after_hit if was_hit else self.acceptance.after_miss)[passes]
+
+    def miss_rate(self, passes: Passes, was_hit: bool, num_outcomes: int) -> float:
+        """Probability that the end of such a block was not foreseen."""
+        return min(self.corrections.misses * self.rounds(passes, was_hit).miss_rate(num_outcomes), 1.0)
+
+    def _hit_rate(self, passes: Passes, num_outcomes: int) -> float:
+        key = (passes, num_outcomes)
+        if key not in self._hit_rates:
+            after_miss = 1 - self.miss_rate(passes, False, num_outcomes)
+            leaving = self.miss_rate(passes, True, num_outcomes)
+            self._hit_rates[key] = after_miss / (leaving + after_miss) if after_miss else 0.0
+        return self._hit_rates[key]
+
+    def _tau(self, passes: Passes | None, was_hit: bool, num_draft_tokens: int) -> float:
+        """Σ P(k ≥ i) over the block, plus the bonus token."""
+        key = (passes, was_hit)
+        if key not in self._lengths:
+            rounds = self.rounds(passes, was_hit)
+            factor = self.corrections.rejections_after_hit if was_hit else self.corrections.rejections_after_miss
+            reached, lengths = 1.0, [1.0]
+            for position in range(1, max(self.options.gammas) + 1):
+                known = min(position, self.acceptance.num_draft_tokens)
+                reached *= 1 - min(factor * rounds.rejection(known), 1.0)
+                lengths.append(lengths[-1] + reached)
+            self._lengths[key] = lengths
+        return self._lengths[key][num_draft_tokens]
+
+    def explain(self, batch: int, drafted: int | None = None) -> list[Prediction]:
+        """The table behind the choice: no drafting first, then every candidate."""
+        return [self.plain(batch), *(self.predict(choice, batch, drafted) for choice in self.options.choices)]
+
+    def choose(self, batch: int, drafted: int | None = None) -> Prediction:
+        """The row of highest throughput; of equal ones the first, so never drafting that is no gain."""
+        return best(self.explain(batch, drafted))
+
+
+def best(rows: Sequence[Prediction]) -> Prediction:
+    """The first row of highest throughput."""
+    return max(rows, key=lambda row: row.throughput)

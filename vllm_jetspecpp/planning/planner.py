@@ -1,0 +1,261 @@
+"""The choice at run time: asked before every step, told after it how it went.
+
+It changes its mind only for a gain that is worth it, and now and then tries what it left: some plain steps where
+drafting pays by little, some drafted ones where it does not. What trials cost is bounded: 8 in 256 steps at first,
+then, while they bring nothing, 8 in 512 and at last in 1,024 (.8 % of the steps, at the slower one's speed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from vllm_jetspecpp.planning.acceptance import Acceptance
+from vllm_jetspecpp.planning.costs import Costs
+from vllm_jetspecpp.planning.plan import Options, Plan, Prediction, best
+from vllm_jetspecpp.planning.running import Running, Step
+from vllm_jetspecpp.types import NO_DRAFTING, RoundChoice
+
+REPLAN_FIRST, REPLAN_EVERY = 8, 64
+"""Steps of one batch size after which its choice is looked at again: few at first, when the recording speaks alone."""
+HYSTERESIS = 1.03
+"""A new choice has to promise this many times the present one's throughput."""
+PROMISE_EVERY = 16
+TRIAL_STEPS = 8
+TRIAL_EVERY, TRIAL_AT_MOST_EVERY = 256, 1024
+PLAIN_IS_CLOSE = 1.5
+"""Plain decoding is tried where drafting promises less than this many times its throughput."""
+TRIAL_PAYS = 1.05
+"""A trial goes on while it brings this many times what is promised without it."""
+
+
+@dataclass
+class _Current:
+    """What is in force for a batch size."""
+
+    chosen: Prediction
+    until_look: int = REPLAN_FIRST
+    """Steps before it is looked at again."""
+    interval: int = REPLAN_FIRST
+
+
+class Planner:
+    """Chooses (γ, B, J, R) or no drafting, by batch size.
+
+    Args:
+        options: what may be chosen from.
+    """
+
+    def __init__(self, costs: Costs, acceptance: Acceptance, options: Options) -> None:
+        self._recorded = Plan(costs, acceptance, options)
+        self.running = Running(costs)
+        self._current: dict[tuple[int, int], _Current] = {}
+        self._trial: _Trial | None = None
+        self._pin: tuple[RoundChoice | None] | None = None
+        self._served: dict[int, Served] = {}
+        self._promised: dict[tuple[int, RoundChoice | None], tuple[float, float]] = {}
+        self._until_promise = 0
+        self._until_trial = self._interval = TRIAL_EVERY
+
+    def plan(self) -> Plan:
+        """Eq. 4 as it stands now, running averages included."""
+        recorded, running = self._recorded, self.running
+        return Plan(recorded.costs, recorded.acceptance, recorded.options, running.corrections, running.pace)
+
+    def choose(self, batch: int, drafted: int) -> RoundChoice | None:
+        """What the next step of ``batch`` requests is drafted with, ``drafted`` of them at most; None: no drafting."""
+        if not batch or not drafted:
+            return None
+        if self._pin is not None:
+            return self._pin[0]
+        current = self._look(batch, drafted)
+        if self._trial is not None:
+            return self._trial.choice
+        self._until_trial -= 1
+        if self._until_trial <= 0:
+            self._trial = self._begin_trial(current.chosen, batch, drafted)
+            self._until_trial = self._interval
+            if self._trial is not None:
+                return self._trial.choice
+        return current.chosen.choice
+
+    def _look(self, batch: int, drafted: int) -> _Current:
+        """The choice in force, looked at again when it is due."""
+        current = self._current.get((batch, drafted))
+        if current is None:
+            current = self._current[batch, drafted] = _Current(self.plan().choose(batch, drafted))
+        current.until_look -= 1
+        if current.until_look < 0:
+            current.interval = min(2 * current.interval, REPLAN_EVERY)
+            current.until_look = current.interval
+            plan, choice = self.plan(), current.chosen.choice
+            now = plan.plain(batch) if choice is None else plan.predict(choice, batch, drafted)
+            new = plan.choose(batch, drafted)
+            current.chosen = new if new.throughput > HYSTERESIS * now.throughput else now
+        return current
+
+    def _begin_trial(self, chosen: Prediction, batch: int, drafted: int) -> _Trial | None:
+        """Try the other thing, where there is a chance that it is better."""
+        plan = self.plan()
+        plain = plan.plain(batch)
+        if chosen.choice is not None:
+            close = chosen.throughput < PLAIN_IS_CLOSE * plain.throughput
+            return _Trial(None, chosen.throughput) if close else None
+        drafting = best(plan.explain(batch, drafted)[1:])
+        assert drafting.choice is not None
+        perfect = drafted * (drafting.choice.num_draft_tokens + 1) + batch - drafted
+        if perfect / drafting.seconds < plain.throughput:
+            return None  # even if every draft were accepted
+        return _Trial(drafting.choice, plain.throughput)
+
+    def see(self, step: Step) -> None:
+        """Learn from a step that is over."""
+        self.running.see(step, self._recorded)
+        if step.seconds is not None and step.drafted in (0, step.batch):
+            self._served.setdefault(step.batch, Served()).add(step, *self._promises(step))
+        trial = self._trial
+        if trial is not None and step.choice == trial.choice:
+            trial.see(step)
+            if trial.over:
+                self._end_trial(trial)
+
+    def _promises(self, step: Step) -> tuple[float, float]:
+        """Throughput of such a step with what was learnt and without; asked anew every few steps."""
+        self._until_promise -= 1
+        if self._until_promise <= 0:
+            self._until_promise = PROMISE_EVERY
+            self._promised.clear()
+        choice = step.choice if step.drafted else None
+        key = (step.batch, choice)
+        if key not in self._promised:
+            plans = (self.plan(), self._recorded)
+            rows = [p.plain(step.batch) if choice is None else p.predict(choice, step.batch) for p in plans]
+            self._promised[key] = rows[0].throughput, rows[1].throughput
+        return self._promised[key]
+
+    def _end_trial(self, trial: _Trial) -> None:
+        self._trial = None
+        self._interval = TRIAL_EVERY if trial.pays else min(2 * self._interval, TRIAL_AT_MOST_EVERY)
+        self._until_trial = self._interval
+        for current in self._current.values():
+            current.until_look = 0  # what was learnt counts from the next step on
+
+    def pin(self, choice: RoundChoice | None) -> None:
+        """Take this choice from now on, for measurements; None: no drafting."""
+        self._pin = (choice,)
+
+    def unpin(self) -> None:
+        """Choose again."""
+        self._pin = None
+
+    def summary(self, max_batch: int) -> str:
+        """One line for the log: the choice for each batch size, as known now."""
+        batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= max(max_batch, 1)]
+        return ", ".join(f"{batch}: {self.plan().choose(batch).choice or NO_DRAFTING}" for batch in batches)
+
+    def describe(self) -> dict[str, Any]:
+        """All that it works with, as plain values."""
+        recorded = self._recorded
+        return {
+            "costs": asdict(recorded.costs),
+            "acceptance": recorded.acceptance.as_dict(),
+            "options": {f.name: list(getattr(recorded.options, f.name)) for f in fields(recorded.options)},
+            "state": self.state(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """For people: the choice in force for each batch size, and the factors learnt."""
+        pace, corrections = self.running.pace, self.running.corrections
+        choices = {
+            f"{batch}/{drafted}": {
+                "choice": str(current.chosen.choice or NO_DRAFTING),
+                "promised_tok_s": round(current.chosen.throughput, 2),
+            }
+            for (batch, drafted), current in sorted(self._current.items())
+        }
+        factors = {
+            "misses": corrections.misses,
+            "rejections_after_hit": corrections.rejections_after_hit,
+            "rejections_after_miss": corrections.rejections_after_miss,
+            "target": pace.target,
+            "drafting": pace.drafting,
+        }
+        served = {str(batch): vars(served).copy() for batch, served in sorted(self._served.items())}
+        return {
+            "choices": choices,
+            "served": served,
+            "factors": {name: round(value, 4) for name, value in factors.items()},
+        }
+
+
+@dataclass
+class Served:
+    """What was promised and what came of it, over the steps of a batch size; rates are these divided by seconds."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    """Committed."""
+    promised_tokens: float = 0.0
+    """As Eq. 4 says at each step, with what had been learnt by then."""
+    recorded_tokens: float = 0.0
+    """As it says from measured times and recorded acceptance alone."""
+
+    def add(self, step: Step, promised: float, recorded: float) -> None:
+        """Count a step, and the throughput that was promised for it."""
+        assert step.seconds is not None
+        self.steps += 1
+        self.seconds += step.seconds
+        self.tokens += step.tokens
+        self.promised_tokens += step.seconds * promised
+        self.recorded_tokens += step.seconds * recorded
+
+
+class FixedChoice:
+    """Stands for a planner where nothing could be measured: always the same."""
+
+    def __init__(self, choice: RoundChoice | None) -> None:
+        self.choice = choice
+
+    def choose(self, batch: int, drafted: int) -> RoundChoice | None:
+        """See :class:`Planner`."""
+        return self.choice if batch and drafted else None
+
+    def see(self, step: Step) -> None:
+        """Nothing to learn."""
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`Planner`."""
+        return {"choices": {"all": {"choice": str(self.choice or NO_DRAFTING)}}}
+
+    def describe(self) -> dict[str, Any]:
+        """Nothing was measured."""
+        return {}
+
+
+class _Trial:
+    """Some steps under a choice that is not the best known one."""
+
+    def __init__(self, choice: RoundChoice | None, to_beat: float) -> None:
+        self.choice, self._to_beat = choice, to_beat
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+        self._seen = 0
+
+    def see(self, step: Step) -> None:
+        """Count a step of it."""
+        self._seen += 1
+        if step.seconds is not None:
+            self._steps += 1
+            self._tokens += step.tokens
+            self._seconds += step.seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether it brings more than what it interrupts."""
+        return self._tokens > TRIAL_PAYS * self._to_beat * self._seconds
+
+    @property
+    def over(self) -> bool:
+        """After :data:`TRIAL_STEPS`; as long as it pays, eight times as many."""
+        return self._seen >= (8 * TRIAL_STEPS if self._steps and self.pays else TRIAL_STEPS)

@@ -1,0 +1,159 @@
+"""Running averages: what serving teaches about rates and times, on top of what was recorded and measured.
+
+Few numbers, each a factor with a prior of 1: one on misses, one on rejections after hits and one after misses, one on
+the target's time and one on drafting's, and one on each batch and block size that was served. A factor holds for
+choices that are not in force too, which is what makes leaving a choice possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm_jetspecpp.planning.costs import Costs
+from vllm_jetspecpp.planning.plan import Corrections, Pace, Plan, Prediction
+from vllm_jetspecpp.types import Origin, RoundChoice
+
+LEAST, MOST = 0.05, 20.0
+"""A factor stays within; a time twenty times the measured one is a machine that stood still."""
+
+
+class Verification(NamedTuple):
+    """How one verified block ended."""
+
+    origin: Origin
+    """Where the block came from."""
+    num_verified: int
+    """Draft tokens of it that the target saw."""
+    num_accepted: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decoding step, from one hand-over of outcomes to the next."""
+
+    choice: RoundChoice | None
+    """In force in it; None: no drafting."""
+    ahead: RoundChoice | None
+    """In force in the step before, in which blocks for this one were drafted ahead."""
+    batch: int
+    drafted: int
+    """Requests whose drafts were verified in it."""
+    seconds: float | None
+    """How long it took; None where that says nothing (a prefill beside it, a pause before it)."""
+    exposed: float
+    """Of it, waiting for the draft process."""
+    verifications: tuple[Verification, ...]
+    answers: tuple[Origin, ...]
+    """Where the blocks came from that were handed out for it."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step committed."""
+        return self.batch + sum(v.num_accepted for v in self.verifications)
+
+
+class Ratio:
+    """Observed to predicted, exponentially averaged, with a prior of 1.
+
+    Args:
+        weight: of the prior, in units of what is predicted.
+        memory: observations after which an old one counts 1/e.
+    """
+
+    def __init__(self, weight: float, memory: float) -> None:
+        self._weight, self._keep = weight, 1 - 1 / memory
+        self._observed = self._predicted = 0.0
+
+    def add(self, observed: float, predicted: float) -> None:
+        """Count one observation; ``predicted`` without this factor."""
+        self._observed = self._keep * self._observed + observed
+        self._predicted = self._keep * self._predicted + predicted
+
+    @property
+    def value(self) -> float:
+        """The factor."""
+        return min(max((self._weight + self._observed) / (self._weight + self._predicted), LEAST), MOST)
+
+
+class Running:
+    """All factors, fed step by step."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
+        self._rejections = {True: Ratio(15, 400), False: Ratio(15, 400)}
+        self._target = Ratio(3, 40)
+        self._drafting = Ratio(3, 60)
+        self._cells: dict[tuple[int, int], Ratio] = {}
+
+    @property
+    def corrections(self) -> Corrections:
+        """Factors on rates."""
+        return Corrections(self._misses.value, self._rejections[True].value, self._rejections[False].value)
+
+    @property
+    def pace(self) -> Pace:
+        """Factors on times."""
+        cells = {cell: ratio.value for cell, ratio in self._cells.items()}
+        return Pace(self._target.value, self._drafting.value, cells)
+
+    def see(self, step: Step, recorded: Plan) -> None:
+        """Learn from one step; ``recorded`` is the plan without any factor."""
+        for verification in step.verifications:
+            self._see_block(verification, step, recorded)
+        if step.ahead is not None and step.ahead.num_outcomes:
+            self._see_answers(step.answers, step.ahead, recorded)
+        if step.seconds is not None:
+            self._see_times(step, recorded)
+
+    def _see_block(self, verification: Verification, step: Step, recorded: Plan) -> None:
+        was_hit = verification.origin is Origin.HIT
+        source = step.ahead if was_hit else step.choice
+        if source is None:
+            return
+        passes = (source.jacobi_passes, source.context_refreshes) if source.num_outcomes else None
+        rounds, last = recorded.rounds(passes, was_hit), recorded.acceptance.num_draft_tokens
+        reached = min(verification.num_accepted + 1, verification.num_verified)
+        predicted = sum(rounds.rejection(min(i, last)) for i in range(1, reached + 1))
+        self._rejections[was_hit].add(float(verification.num_accepted < verification.num_verified), predicted)
+
+    def _see_answers(self, answers: Sequence[Origin], choice: RoundChoice, recorded: Plan) -> None:
+        """Whether outcomes had been foreseen; a first block says nothing of it."""
+        passes, hit_rate = (choice.jacobi_passes, choice.context_refreshes), recorded.rates(choice)[0]
+        after_hit, after_miss = (recorded.miss_rate(passes, hit, choice.num_outcomes) for hit in (True, False))
+        expected = hit_rate * after_hit + (1 - hit_rate) * after_miss
+        for origin in answers:
+            if origin in (Origin.HIT, Origin.FALLBACK):
+                self._misses.add(float(origin is Origin.FALLBACK), expected)
+
+    def _see_times(self, step: Step, recorded: Plan) -> None:
+        assert step.seconds is not None
+        choice = step.choice if step.drafted else None
+        gamma = 0 if choice is None else choice.num_draft_tokens
+        said = recorded.plain(step.batch) if choice is None else recorded.predict(choice, step.batch, step.drafted)
+        measured = max(step.seconds - step.exposed, 1e-6)
+        cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
+        ratio, target, own = _ratio(measured, said.verify), self._target.value, cell.value
+        self._target.add(ratio / own, 1.0)
+        cell.add(ratio / target, 1.0)
+        if choice is not None and choice == step.ahead and step.answers:
+            self._see_drafting(step, choice, measured, said)
+
+    def _see_drafting(self, step: Step, choice: RoundChoice, verify: float, said: Prediction) -> None:
+        """The wait for answers tells how long drafting takes, unless it was hidden as expected."""
+        missed = sum(origin is not Origin.HIT for origin in step.answers)
+        fallback = self._costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
+        answer, wait = fallback + self._costs.comm, step.exposed
+        if not self._costs.concurrent:
+            self._drafting.add(_ratio(wait, said.draft - said.verify + answer), 1.0)
+        elif self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3):
+            self._drafting.add(_ratio(verify + wait, said.draft + answer), 1.0)
+        elif missed:
+            self._drafting.add(_ratio(wait, answer), 1.0)
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    """Of two times, within reason; nothing is said of what was predicted to take no time at all."""
+    return min(measured / predicted, MOST) if predicted > 1e-6 else 1.0
