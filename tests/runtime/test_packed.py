@@ -12,6 +12,7 @@ from vllm_jetspecpp.models.attention import KeysValues, Rope
 from vllm_jetspecpp.models.networks import largest, load_networks
 from vllm_jetspecpp.models.packed_layers import PackedContext, PackedLayer, PackedTaps
 from vllm_jetspecpp.models.packed_linear import PackedLinear
+from vllm_jetspecpp.models.smoothing import LargestInputs, smoothing
 from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Verified, VerifiedBatch
@@ -56,25 +57,38 @@ def test_joined_products_are_the_products() -> None:
 
 
 def test_packed_layer_is_the_layer(layers: list[TransformerLayer]) -> None:
-    plain, packed, rope = layers[0], PackedLayer(layers[0]), rope_of(6)
+    """With what its products have seen and without."""
+    plain, rope, inputs = layers[0], rope_of(6), LargestInputs()
     x, states = torch.randn(2, 6, 64), torch.randn(2, 6, 64)
     context = [KeysValues(torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16))]
     mask = torch.cat([torch.rand(2, 6, 9) < 0.7, torch.ones(6, 6, dtype=torch.bool).tril().expand(2, -1, -1)], -1)
-    for result, expected in (
-        (packed(x, rope, context, mask), plain(x, rope, context, mask)),
-        ((None, packed.context_keys_values(states, rope)), (None, plain.context_keys_values(states, rope))),
-        ((None, packed.keys_values(states, rope)), (None, plain.keys_values(states, rope))),
-    ):
-        if result[0] is not None:
-            assert difference(result[0], expected[0]) < 0.02
-        assert all(difference(a, b) < 0.03 for a, b in zip(result[1], expected[1], strict=True))
+    with inputs.watching(plain):
+        hidden, own = plain(x, rope, context, mask)
+    for packed in (PackedLayer(plain, inputs), PackedLayer(plain, LargestInputs())):
+        packed_hidden, packed_own = packed(x, rope, context, mask)
+        assert difference(packed_hidden, hidden) < 0.02
+        known, expected = packed.context_keys_values(states, rope), plain.context_keys_values(states, rope)
+        for a, b in (*zip(packed_own, own, strict=True), *zip(known, expected, strict=True)):
+            assert difference(a, b) < 0.03
+
+
+def test_a_large_channel_does_not_drown_the_others() -> None:
+    torch.manual_seed(0)
+    linear, inputs = nn.Linear(96, 64), LargestInputs()
+    x = torch.randn(4, 96)
+    x[:, 5] *= 200
+    with torch.no_grad(), inputs.watching(linear):
+        expected = linear(x)
+    factor = smoothing(inputs[linear], linear.weight)
+    smoothed = PackedLinear.join(linear, columns=factor)(x / factor)
+    assert difference(smoothed, expected) < 0.02 < difference(PackedLinear.join(linear)(x), expected)
 
 
 def test_context_of_all_layers_at_once(layers: list[TransformerLayer]) -> None:
     """Of one normalised input, and of tapped states that two and one layers read."""
     x, states, rope = torch.randn(2, 6, 64), torch.randn(2, 6, 128), rope_of(6)
     first, second = states.chunk(2, -1)
-    joined = [*PackedContext(layers)(x, rope), *PackedTaps([layers[:2], layers[2:]])(states, rope)]
+    joined = [*PackedContext(layers)(x, rope), *PackedTaps([layers[:2], layers[2:]], LargestInputs())(states, rope)]
     expected = [layer.keys_values(x, rope) for layer in layers]
     expected += [layer.context_keys_values(s, rope) for layer, s in zip(layers, (first, first, second), strict=True)]
     for own, plain in zip(joined, expected, strict=True):
