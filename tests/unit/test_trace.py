@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,17 @@ def test_recorder_keeps_little_in_memory(tmp_path: Path, monkeypatch: pytest.Mon
     recorder.close()
     names = [s.name for s in read_recording(tmp_path).worker]
     assert names.count("call") == 100 and names.count(FLUSH) > 5
+
+
+def test_an_idle_recorder_writes(tmp_path: Path) -> None:
+    """A draft process is killed when its server stops."""
+    recorder = Recorder(tmp_path / "a.worker.jsonl", {"process": "worker"})
+    recorder.timed("call", lambda: None)()
+    deadline = time.monotonic() + 60
+    while not read_recording(tmp_path).worker and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [s.name for s in read_recording(tmp_path).worker] == ["call"]
+    recorder.close()
 
 
 def test_recorder_stops_at_its_limit(

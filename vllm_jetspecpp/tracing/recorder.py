@@ -20,12 +20,13 @@ from typing import Any
 logger = logging.getLogger("vllm.jetspecpp")
 
 Details = Mapping[str, Any]
-MAX_BUFFERED = 1024
-"""Spans in memory; writing them takes about 2 ms and is a span itself."""
+MAX_BUFFERED = 256
+"""Spans in memory, some ten rounds: all that is lost when the process is killed. Writing them takes about half a
+millisecond and is a span itself."""
 MAX_BYTES = 1 << 28
 """Of a file; then recording ends, so that a server that was left on does not fill its disk."""
-IDLE_SECONDS = 1.0
-"""After so long without a span the buffer is written by a thread: the server may be killed at any time."""
+IDLE_SECONDS = 0.2
+"""After so long without a span the buffer is written by a thread: a server that is stopped kills its draft process."""
 FLUSH = "recorder"
 NOTHING: Details = {}
 
