@@ -24,7 +24,13 @@ def serving() -> str:
     return (ROOT / "docs/serving.md").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/serving.md", "docs/one_request.md", "docs/evaluation.md"])
+DOCUMENTS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("serving", "one_request", "evaluation", "benchmarking")),
+]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     for path in re.findall(r"`((?:docs|examples|benchmarks|scripts|checkpoints)/[\w./-]+)`", text):
