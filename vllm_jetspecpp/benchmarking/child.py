@@ -111,6 +111,8 @@ def main() -> int:
 
     try:
         child = Child(next(asked))
+    except KeyboardInterrupt:
+        return 0
     except Exception as error:
         traceback.print_exc()
         answer({"error": " ".join(str(error).split()) or repr(error)})

@@ -52,6 +52,13 @@ class BenchConfig:
     """Seconds from the start within which a further repeat must end, judged by the longest so far."""
     work: Path = Path(".cache/bench")
 
+    @property
+    def num_reports(self) -> int:
+        """About how often a run says what it does next: for a progress bar."""
+        methods, loaded = len(self.choice.names), len(self.choice.names if self.loaded is None else self.loaded)
+        groups = -(-self.per_bench * len(BENCHES) // self.group_size)
+        return 2 * methods + self.repeats * (groups * methods + len(self.concurrency) * loaded) + 3
+
 
 @dataclass
 class Outcome:

@@ -170,18 +170,26 @@ def bench_config(args: argparse.Namespace, defaults: Sequence[str], loaded: Sequ
 
 
 @contextmanager
-def reporting() -> Iterator[Callable[[str], None]]:
-    """Yield what says on standard error how far it is: one line on a terminal, else one after the other."""
+def reporting(expected: int) -> Iterator[Callable[[str], None]]:
+    """Yield what says on standard error how far it is: a bar on a terminal, else one line after the other.
+
+    Args:
+        expected: how often it will be called, about.
+    """
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     # Told to end, it must end what it started too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console, began = Console(stderr=True), time.monotonic()
-    with console.status("preparing") as status:
+    columns = TimeElapsedColumn(), BarColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("preparing", total=expected)
 
         def say(text: str) -> None:
-            line = f"{time.monotonic() - began:4.0f} s  {text}"
-            status.update(line) if console.is_terminal else print(line, file=sys.stderr, flush=True)
+            progress.update(task, description=text, advance=1)
+            if not console.is_terminal:
+                print(f"{time.monotonic() - began:4.0f} s  {text}", file=sys.stderr, flush=True)
 
         yield say
 
@@ -207,7 +215,7 @@ def run_serve(args: argparse.Namespace) -> int:
     from vllm_jetspecpp.benchmarking.runner import run_bench
 
     config = bench_config(args, DEFAULTS, ("plain", "plain_2", "jetspecpp"))
-    with reporting() as say:
+    with reporting(config.num_reports) as say:
         outcome = run_bench(config, say)
         say("comparing answers")
         answers = compare_answers(config.target, outcome.workload, outcome.runs)
@@ -223,7 +231,7 @@ def run_http_bench(args: argparse.Namespace) -> int:
 
     config = bench_config(args, HTTP_METHODS, None)
     try:
-        with reporting() as say:
+        with reporting(config.num_reports) as say:
             outcome, table = run_http(config, say)
     except ServerError as error:
         print(f"jetspecpp bench: {error}", file=sys.stderr)
