@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.naive_round import NaiveRound
+from tests.tiny_models import make_tiny_llama
 from tests.tiny_rivals import METHODS, make_tiny_rival, make_tiny_small_model, rewrite
 from tests.tiny_round import TAPS, Tiny, follows_the_target, random_tokens
+from vllm_jetspecpp.benchmarking.methods import is_packed
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.evaluation.baselines.autoregressive import AutoregressiveEngine, follow_autoregressive
 from vllm_jetspecpp.evaluation.baselines.base import PlainEngine, SequenceEngine
 from vllm_jetspecpp.evaluation.baselines.ngram import NgramEngine
 from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
 from vllm_jetspecpp.evaluation.replay_engine import ReplayEngine
-from vllm_jetspecpp.models.rival_checkpoint import read_rival
+from vllm_jetspecpp.models.checkpoint import CheckpointInfo
+from vllm_jetspecpp.models.rival_checkpoint import load_rival, read_rival, save_rival, unpack_rival
 from vllm_jetspecpp.models.small_model import load_small_model
 from vllm_jetspecpp.models.target_parts import load_target_config
 from vllm_jetspecpp.runtime.base import Engine
@@ -262,3 +266,28 @@ def test_checkpoints_that_do_not_fit_say_why(
         read_rival(rewrite(rivals / "dflash", tmp_path / "changed", change, {}), load_target_config(tiny.target))
     with pytest.raises(ValueError, match="one request at a time"):
         NgramEngine(3).answer(type("Batch", (), {"requests": ()})())  # type: ignore[arg-type]
+
+
+def test_a_rival_stored_as_differences_is_written_out_in_full(tmp_path: Path) -> None:
+    """As vLLM loads it: its own head and map of tokens, and the weights that the differences stand for."""
+    target = make_tiny_llama(tmp_path / "target")
+    hf_config = load_target_config(target)
+    base = make_tiny_rival(target, tmp_path / "base", "dflash")
+    parts = load_rival(read_rival(base, hf_config), target, hf_config, torch.float32)
+    for weight in parts.draft_model.parameters():
+        weight.mul_(1.1)
+    info = CheckpointInfo(tmp_path / "packed", TAPS, 8, 2, (1, 1, 1), 100, hf_config.max_position_embeddings)
+    save_rival(info, hf_config, parts, method="dflash", causal=False, mask_token_id=3, training={}, base=base)
+    assert is_packed(info.folder)
+    unpack_rival(info.folder, target, hf_config, tmp_path / "full")
+    assert not is_packed(tmp_path / "full")
+    stored = load_file(tmp_path / "full/model.safetensors")
+    assert {"d2t", "lm_head.weight"} <= set(stored) and not any("delta" in name for name in stored)
+    packed, full = (
+        load_rival(read_rival(folder, hf_config), target, hf_config, torch.bfloat16)
+        for folder in (info.folder, tmp_path / "full")
+    )
+    assert read_rival(tmp_path / "full", hf_config).mask_token_id == 3
+    assert torch.equal(packed.head, full.head) and torch.equal(packed.head_token_ids, full.head_token_ids)
+    for name, value in packed.draft_model.state_dict().items():
+        torch.testing.assert_close(value, full.draft_model.state_dict()[name], msg=name)
