@@ -35,7 +35,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     # Its best here: 3 draft tokens are faster than 5, 7 and 15, as it accepts few and drafts while the target waits.
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
-    OURS: {"method": OURS},
+    OURS: {"method": OURS, "num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto"},
 }
 
 
