@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from vllm_jetspecpp.types import RoundChoice
 CONTEXT = 256
 """Positions before the measured steps, where ``max_model_len`` allows."""
 BATCHES = (1, 2, 4, 8, 16)
-REPEATS = 3
-"""Of each measurement, the least of which counts: what a busy machine adds is for running averages to learn."""
+REPEATS = 5
+"""Of each measurement; their median counts. The least would promise what no serving step reaches (docs/LOG.md)."""
 MAX_TOKENS = 256
 """Of a measured target step: beyond it time grows in proportion."""
 MAX_ROWS = 160
@@ -90,7 +91,7 @@ def measure_verify(steps: TargetSteps, num_draft_tokens: int) -> Grid:
         row: list[float] = []
         for size in sizes:
             if not row or (batch * size <= max(MAX_TOKENS, num_draft_tokens + 1) and steps.fits(batch, size)):
-                row.append(steps.least(size))
+                row.append(steps.typical(size))
             else:  # as the last two sizes go on
                 slope = (row[-1] - row[-2]) / (sizes[len(row) - 1] - sizes[len(row) - 2]) if len(row) > 1 else 0.0
                 row.append(row[-1] + max(slope, 0.0) * (size - sizes[len(row) - 1]))
@@ -116,7 +117,7 @@ def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoi
     found = []
     error: RuntimeError | None = None
     for _ in range(REPEATS):
-        alone = SLOWDOWN_STEPS * steps.least(size)
+        alone = SLOWDOWN_STEPS * steps.typical(size)
         wait = None
         if probe is not None and error is None:
             try:
@@ -133,7 +134,7 @@ def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoi
     if error is not None:
         raise error
     targets, drafts = zip(*found, strict=True) if found else ((1.0,), (1.0,))
-    return min(targets), min(drafts)
+    return median(targets), median(drafts)
 
 
 class TargetSteps:
@@ -195,10 +196,10 @@ class TargetSteps:
 
         return SchedulerOutput.make_empty()
 
-    def least(self, size: int) -> float:
+    def typical(self, size: int) -> float:
         """Seconds of a step with ``size`` tokens a request, after one to warm up."""
         self._step(size)
-        return min(self._step(size) for _ in range(REPEATS))
+        return median(self._step(size) for _ in range(REPEATS))
 
     def repeat(self, size: int, count: int) -> float:
         """Seconds of ``count`` such steps."""
@@ -281,14 +282,14 @@ def measure_drafting(
             break
         probe.measure(count, choice)  # warms up
         measured = [probe.measure(count, choice) for _ in range(REPEATS)]
-        answer, whole = (min(times) for times in zip(*measured, strict=True))
+        answer, whole = (median(times) for times in zip(*measured, strict=True))
         if not concurrent:
-            alone = min(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
+            alone = median(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
             answer, whole = alone, answer - alone
         rounds.append(MeasuredRound(count, choice, max(whole, 1e-6)))
         answers.append((count * (choice.num_draft_tokens + 1), answer))
         comms.append(probe.echo())
-    return *fit_rounds(rounds), fit_line(answers), min(comms)
+    return *fit_rounds(rounds), fit_line(answers), median(comms)
 
 
 class Probe:
