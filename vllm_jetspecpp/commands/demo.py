@@ -24,6 +24,10 @@ def add_prepare_demo(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
+PLANNED = dict.fromkeys(("num_outcomes", "jacobi_passes", "context_refreshes"), "auto")
+"""Options with which the worker chooses by measurement."""
+
+
 def add_demo(subcommands: Subcommands) -> None:
     """``jetspecpp demo``."""
     parser = subcommands.add_parser("demo", help="serve the demo's target with JetSpec++ and plain, and compare")
@@ -38,7 +42,7 @@ def add_demo(subcommands: Subcommands) -> None:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further options of --speculative-config (default: none, so the method's own defaults)",
+        help="further options of --speculative-config (default: B, J and R are planned by measurement)",
     )
     parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help="of the servers (default: %(default)s)")
 
@@ -50,6 +54,7 @@ def add_demo(subcommands: Subcommands) -> None:
             "method": "jetspecpp",
             "model": str(args.checkpoint),
             "num_speculative_tokens": args.num_speculative_tokens,
+            **PLANNED,
             **args.options,
         }
         return run_demo(DemoConfig(target, speculative, args.prompts, args.limit, args.max_tokens, args.logs))
