@@ -266,8 +266,8 @@ def round_designs(limits: RoundChoice, max_requests: int) -> Iterator[tuple[int,
 
 def measure_drafting(
     probe: Probe, limits: RoundChoice, requests: int, *, concurrent: bool
-) -> tuple[Line, Line, Line, Line, float]:
-    """``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of :class:`Costs`.
+) -> tuple[Line, Line, Line, Line, Line, float]:
+    """``commit``, ``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of :class:`Costs`.
 
     Args:
         requests: that the probe has filled.
@@ -275,6 +275,7 @@ def measure_drafting(
     rounds: list[MeasuredRound] = []
     answers: list[tuple[float, float]] = []
     comms: list[float] = []
+    commits: list[tuple[float, float]] = []
     began = time.perf_counter()
     for count, choice in round_designs(limits, requests):
         if rounds and time.perf_counter() - began > BUDGET:
@@ -288,7 +289,9 @@ def measure_drafting(
         rounds.append(MeasuredRound(count, choice, max(whole, 1e-6)))
         answers.append((count * (choice.num_draft_tokens + 1), answer))
         comms.append(probe.echo())
-    return *fit_rounds(rounds), fit_line(answers), min(comms)
+        rows = count * (choice.num_draft_tokens + 1)
+        commits.append((rows, max(min(probe.commit(count) for _ in range(REPEATS)), 1e-6)))
+    return fit_line(commits), *fit_rounds(rounds), fit_line(answers), min(comms)
 
 
 class Probe:
@@ -340,6 +343,13 @@ class Probe:
         last, token = self._length - 1, self._tokens(self._length)[-1:]
         news = [Verified(slot, last, token, last - 1, self._states[:1], wants_draft=True) for slot in range(requests)]
         return self._send(news, choice), self.echo(choice)
+
+    def commit(self, requests: int) -> float:
+        """Seconds that a few states of each of ``requests`` take."""
+        last, none = self._length - 1, torch.empty(0, dtype=torch.int32)
+        states = self._states[: min(2, last)]
+        self._post([Verified(slot, last, none, last - len(states), states) for slot in range(requests)], None)
+        return self.echo()
 
     def rounds(self, choice: RoundChoice, count: int) -> Callable[[], float]:
         """Have ``count`` rounds of one request done; what is returned waits for them and says for how many seconds."""
