@@ -28,6 +28,7 @@ def random_costs(rng: random.Random) -> Costs:
 
     return Costs(
         Grid(BATCHES, SIZES, seconds),
+        line(10),
         line(20),
         line(10),
         line(20),
@@ -70,13 +71,18 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
         mean = p * tau(hit) + (1 - p) * tau(miss)
     else:
         p, draft, mean = 0.0, 0.0, tau(acceptance.in_line)
-    # A step of the two together, in small slices of time.
-    left, time = [verify, draft], 0.0
-    while costs.concurrent and min(left) > 1e-12:
-        rates = (1 / costs.target_slowdown, 1 / costs.draft_slowdown)
-        slice_ = min(left[0] / rates[0], left[1] / rates[1])
-        left, time = [left[0] - slice_ * rates[0], left[1] - slice_ * rates[1]], time + slice_
-    both = time + sum(left)
+
+    def together(draft: float) -> float:
+        """A step of the two together, from one end to the next."""
+        left, time = [verify, draft], 0.0
+        while costs.concurrent and min(left) > 1e-12:
+            rates = (1 / costs.target_slowdown, 1 / costs.draft_slowdown)
+            both = min(left[0] / rates[0], left[1] / rates[1])
+            left, time = [left[0] - both * rates[0], left[1] - both * rates[1]], time + both
+        return time + sum(left)
+
+    all_hit = p**batch
+    both = (1 - all_hit) * together(draft) + (all_hit and all_hit * together(draft + costs.commit(batch * size)))
     # Fallbacks of 0..batch requests, weighed by how likely so many miss.
     from math import comb
 
@@ -103,12 +109,12 @@ def test_choice_is_the_brute_force_optimum(seed: int) -> None:
 
 def test_plain_decoding_wins_ties_and_slow_drafting() -> None:
     acceptance = unmeasured(7)
-    slow = Costs(Grid((1,), (1, 8), ((0.01, 0.1),)), Line(1, 0), Line(1, 0), Line(1, 0), Line(1, 0), 0.0)
+    slow = Costs(Grid((1,), (1, 8), ((0.01, 0.1),)), *[Line(1, 0)] * 5, 0.0)
     plan = Plan(slow, acceptance, Options.within(acceptance, 7))
     assert all(plan.choose(batch).choice is None for batch in (1, 2, 16))
     nothing = Rounds((1.0,) + (0.0,) * 7, (0.0,) * 16)  # no draft is ever accepted, and drafting is free
     useless = Acceptance(7, {(0, 0): nothing}, {(0, 0): nothing}, nothing)
-    free = Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0, 0)] * 4, comm=0.0)
+    free = Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0, 0)] * 5, comm=0.0)
     assert Plan(free, useless, Options.within(useless, 7)).choose(1).choice is None
 
 
@@ -136,7 +142,7 @@ def test_a_number_given_is_the_only_one() -> None:
 
 def test_fit_finds_the_lines() -> None:
     lines = Line(2e-3, 1e-5), Line(4e-3, 2e-5), Line(8e-3, 0.0)
-    costs = Costs(Grid((1,), (1,), ((1.0,),)), *lines, Line(0, 0), comm=0.0)
+    costs = Costs(Grid((1,), (1,), ((1.0,),)), Line(0, 0), *lines, Line(0, 0), comm=0.0)
     shapes = [(1, 7, 1, 0, 0), (1, 7, 4, 0, 0), (1, 3, 4, 1, 1), (4, 7, 2, 3, 3), (2, 15, 1, 1, 0), (4, 3, 1, 0, 0)]
     rounds = [MeasuredRound(n, RoundChoice(*shape), costs.draft(n, RoundChoice(*shape))) for n, *shape in shapes]
     for found, line in zip(fit_rounds(rounds), lines, strict=True):
@@ -234,7 +240,10 @@ class World:
 def some_costs(scale: float = 1.0) -> Costs:
     """20 ms a step, and drafting of J1-R1, B = 4 in about 25 ms times ``scale``."""
     seconds = tuple(tuple(1e-3 * (18 + 0.6 * batch * size) for size in SIZES) for batch in BATCHES)
-    lines = [Line(1e-3 * base * scale, 1e-6 * slope * scale) for base, slope in ((8, 20), (3, 40), (4, 40), (8, 100))]
+    lines = [
+        Line(1e-3 * base * scale, 1e-6 * slope * scale)
+        for base, slope in ((2, 10), (8, 20), (3, 40), (4, 40), (8, 100))
+    ]
     return Costs(Grid(BATCHES, SIZES, seconds), *lines, comm=1e-4)
 
 

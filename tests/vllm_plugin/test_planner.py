@@ -78,7 +78,7 @@ def test_same_output_while_choices_change(llm: Any, plain: dict[str, Any], promp
 def test_a_profile_decides(tiny_model: Path, plain: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
     """With a profile nothing is measured: drafting that costs a second is never chosen, free drafting always."""
     options = local_drafts(tiny_model, tmp_path, None) | {"num_outcomes": "auto", "plan_profile": str(tmp_path / "p")}
-    free = Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0.0, 0.0)] * 4, comm=0.0)
+    free = Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0.0, 0.0)] * 5, comm=0.0)
     for costs, drafts in ((free, True), (dataclasses.replace(free, fallback=Line(1, 0)), False)):
         costs.save(tmp_path / "p")
         with running_engine(tiny_model, speculative_config=options) as llm:
@@ -117,7 +117,7 @@ def test_a_planner_that_fails(
 ) -> None:
     """Requests go on, without drafts."""
     options = local_drafts(tiny_model, tmp_path, None) | AUTO | {"plan_profile": str(tmp_path / "p")}
-    Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0.0, 0.0)] * 4, comm=0.0).save(tmp_path / "p")
+    Costs(Grid((1,), (1, 8), ((0.01, 0.01),)), *[Line(0.0, 0.0)] * 5, comm=0.0).save(tmp_path / "p")
     with running_engine(tiny_model, speculative_config=options) as llm:
         monkeypatch.setattr(worker_of(llm).model_runner.drafter.planning.planner, "choose", None)
         assert generate(llm, prompts[:2]) == plain["outputs"][:2]

@@ -133,7 +133,7 @@ def by_engine(methods: Iterable[Method]) -> list[list[Method]]:
 
 @contextmanager
 def started(outcome: Outcome, config: BenchConfig, say: Report) -> Iterator[dict[str, ChildProcess]]:
-    """Method → child, as many starting at a time as there are cores; all ended on the way out."""
+    """Method → child, one starting after the other, as some measure when they start; all ended on the way out."""
     options = engine_options(config, outcome.workload)
     children: dict[str, ChildProcess] = {}
 
@@ -152,8 +152,8 @@ def started(outcome: Outcome, config: BenchConfig, say: Report) -> Iterator[dict
             raise
 
     try:
-        with ThreadPoolExecutor(len(config.choice.cores)) as pool:
-            list(pool.map(start, by_engine(outcome.methods.values())))
+        for methods in by_engine(outcome.methods.values()):
+            start(methods)
         yield {name: children[name] for name in outcome.methods if name in children}
     finally:
         say("stopping")

@@ -62,8 +62,11 @@ class Costs:
 
     verify: Grid
     """T_verify(batch, γ + 1), and at one token a request plain decoding."""
+    commit: Line
+    """Replacing predictions by true states, over batch · (γ + 1) rows: after a hit beside the target's next step; after
+    a miss before the answer, and then part of T_fallback."""
     foresight: Line
-    """T_host and T_pred(1): committing what was verified and foreseeing the block, over batch · (γ + 1) rows."""
+    """T_host and T_pred(1), foreseeing the block, over batch · (γ + 1) rows."""
     draft_pass: Line
     """T_pass over batch · B · (γ + 1) rows."""
     refresh: Line
@@ -82,7 +85,7 @@ class Costs:
     """How they were measured."""
 
     def draft(self, drafted: int, choice: RoundChoice) -> float:
-        """Left side of Eq. 3 for ``drafted`` requests in one round."""
+        """Left side of Eq. 3 for ``drafted`` requests in one round, without the commit."""
         if not choice.num_outcomes:
             return 0.0
         size = choice.num_draft_tokens + 1
@@ -113,7 +116,7 @@ class Costs:
         Raises:
             ValueError: not what :meth:`save` writes; the message names ``where``.
         """
-        lines = ("foresight", "draft_pass", "refresh", "fallback")
+        lines = ("commit", "foresight", "draft_pass", "refresh", "fallback")
         slowdowns = ("target_slowdown", "draft_slowdown")
         keys = ("verify", *lines, "comm", *slowdowns, "concurrent", "made_by")
         if not isinstance(values, dict):
@@ -133,6 +136,7 @@ class Costs:
             raise ValueError(f"{where}: concurrent must be true or false, and made_by an object")
         return cls(
             verify=_grid(values["verify"], f"{where}: verify"),
+            commit=Line(*values["commit"]),
             foresight=Line(*values["foresight"]),
             draft_pass=Line(*values["draft_pass"]),
             refresh=Line(*values["refresh"]),

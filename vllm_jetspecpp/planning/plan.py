@@ -150,10 +150,15 @@ class Plan:
         size, pace = choice.num_draft_tokens + 1, self.pace.drafting
         hit_rate, tau = self.rates(choice)
         alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
-        verify, draft = self.costs.overlap(alone, pace * self.costs.draft(drafted, choice))
-        any_miss, missing = 1 - hit_rate**drafted, drafted * (1 - hit_rate) * size
-        fallback = pace * (any_miss * self.costs.fallback.base + self.costs.fallback.slope * missing)
-        seconds = max(verify, draft) + self.costs.comm + fallback
+        draft, commit = self.costs.draft(drafted, choice), self.costs.commit(drafted * size)
+        after_miss = self.costs.overlap(alone, pace * draft)
+        after_hit = self.costs.overlap(alone, pace * (draft + commit)) if choice.num_outcomes else after_miss
+        all_hit = hit_rate**drafted
+        verify, draft = (all_hit * hit + (1 - all_hit) * miss for hit, miss in zip(after_hit, after_miss, strict=True))
+        missing = drafted * (1 - hit_rate) * size
+        fallback = pace * ((1 - all_hit) * self.costs.fallback.base + self.costs.fallback.slope * missing)
+        both = all_hit * max(after_hit) + (1 - all_hit) * max(after_miss)
+        seconds = both + self.costs.comm + fallback
         return Prediction(choice, drafted * tau + batch - drafted, seconds, verify, draft, fallback, hit_rate, tau)
 
     def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int) -> float:

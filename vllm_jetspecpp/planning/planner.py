@@ -1,7 +1,7 @@
 """The choice at run time: asked before every step, told after it how it went.
 
 It changes its mind only for a gain that is worth it, and now and then tries what it left: some plain steps where
-drafting pays by little, some drafted ones where it does not. What trials cost is bounded: 8 in 256 steps at first,
+drafting pays by little, some drafted ones where it does not, some drafted ahead where it drafts in line. What trials cost is bounded: 8 in 256 steps at first,
 then, while they bring nothing, 8 in 512 and at last in 1,024 (.8 % of the steps, at the slower one's speed).
 """
 
@@ -51,6 +51,7 @@ class Planner:
         self.running = Running(costs)
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
+        self._ahead_next = False
         self._pin: tuple[RoundChoice | None] | None = None
         self._served: dict[int, Served] = {}
         self._promised: dict[tuple[int, RoundChoice | None], tuple[float, float]] = {}
@@ -99,6 +100,12 @@ class Planner:
         plan = self.plan()
         plain = plan.plain(batch)
         if chosen.choice is not None:
+            self._ahead_next = not self._ahead_next
+            if self._ahead_next and not chosen.choice.num_outcomes:
+                # In line nothing is learnt of what drafting ahead takes.
+                ahead = [row for row in plan.explain(batch, drafted)[1:] if row.choice and row.choice.num_outcomes]
+                if ahead:
+                    return _Trial(best(ahead).choice, chosen.throughput)
             close = chosen.throughput < PLAIN_IS_CLOSE * plain.throughput
             return _Trial(None, chosen.throughput) if close else None
         drafting = best(plan.explain(batch, drafted)[1:])

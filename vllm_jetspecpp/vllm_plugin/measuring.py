@@ -24,8 +24,8 @@ from vllm_jetspecpp.types import RoundChoice
 CONTEXT = 256
 """Positions before the measured steps, where ``max_model_len`` allows."""
 BATCHES = (1, 2, 4, 8, 16)
-REPEATS = 5
-"""Of each measurement; their median counts. The least would promise what no serving step reaches (docs/LOG.md)."""
+REPEATS = 3
+"""Of each measurement, the least of which counts: what a busy machine adds is for running averages to learn."""
 MAX_TOKENS = 256
 """Of a measured target step: beyond it time grows in proportion."""
 MAX_ROWS = 160
@@ -91,7 +91,7 @@ def measure_verify(steps: TargetSteps, num_draft_tokens: int) -> Grid:
         row: list[float] = []
         for size in sizes:
             if not row or (batch * size <= max(MAX_TOKENS, num_draft_tokens + 1) and steps.fits(batch, size)):
-                row.append(steps.typical(size))
+                row.append(steps.least(size))
             else:  # as the last two sizes go on
                 slope = (row[-1] - row[-2]) / (sizes[len(row) - 1] - sizes[len(row) - 2]) if len(row) > 1 else 0.0
                 row.append(row[-1] + max(slope, 0.0) * (size - sizes[len(row) - 1]))
@@ -117,7 +117,7 @@ def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoi
     found = []
     error: RuntimeError | None = None
     for _ in range(REPEATS):
-        alone = SLOWDOWN_STEPS * steps.typical(size)
+        alone = SLOWDOWN_STEPS * steps.least(size)
         wait = None
         if probe is not None and error is None:
             try:
@@ -196,10 +196,10 @@ class TargetSteps:
 
         return SchedulerOutput.make_empty()
 
-    def typical(self, size: int) -> float:
+    def least(self, size: int) -> float:
         """Seconds of a step with ``size`` tokens a request, after one to warm up."""
         self._step(size)
-        return median(self._step(size) for _ in range(REPEATS))
+        return min(self._step(size) for _ in range(REPEATS))
 
     def repeat(self, size: int, count: int) -> float:
         """Seconds of ``count`` such steps."""
@@ -267,8 +267,8 @@ def round_designs(limits: RoundChoice, max_requests: int) -> Iterator[tuple[int,
 
 def measure_drafting(
     probe: Probe, limits: RoundChoice, requests: int, *, concurrent: bool
-) -> tuple[Line, Line, Line, Line, float]:
-    """``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of :class:`Costs`.
+) -> tuple[Line, Line, Line, Line, Line, float]:
+    """``commit``, ``foresight``, ``draft_pass``, ``refresh``, ``fallback`` and ``comm`` of :class:`Costs`.
 
     Args:
         requests: that the probe has filled.
@@ -276,20 +276,23 @@ def measure_drafting(
     rounds: list[MeasuredRound] = []
     answers: list[tuple[float, float]] = []
     comms: list[float] = []
+    commits: list[tuple[float, float]] = []
     began = time.perf_counter()
     for count, choice in round_designs(limits, requests):
         if rounds and time.perf_counter() - began > BUDGET:
             break
         probe.measure(count, choice)  # warms up
         measured = [probe.measure(count, choice) for _ in range(REPEATS)]
-        answer, whole = (median(times) for times in zip(*measured, strict=True))
+        answer, whole = (min(times) for times in zip(*measured, strict=True))
         if not concurrent:
-            alone = median(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
+            alone = min(probe.measure(count, choice._replace(num_outcomes=0))[0] for _ in range(REPEATS))
             answer, whole = alone, answer - alone
         rounds.append(MeasuredRound(count, choice, max(whole, 1e-6)))
         answers.append((count * (choice.num_draft_tokens + 1), answer))
         comms.append(probe.echo())
-    return *fit_rounds(rounds), fit_line(answers), median(comms)
+        rows = count * (choice.num_draft_tokens + 1)
+        commits.append((rows, max(min(probe.commit(count) for _ in range(REPEATS)), 1e-6)))
+    return fit_line(commits), *fit_rounds(rounds), fit_line(answers), min(comms)
 
 
 class Probe:
@@ -341,6 +344,13 @@ class Probe:
         last, token = self._length - 1, self._tokens(self._length)[-1:]
         news = [Verified(slot, last, token, last - 1, self._states[:1], wants_draft=True) for slot in range(requests)]
         return self._send(news, choice), self.echo(choice)
+
+    def commit(self, requests: int) -> float:
+        """Seconds that a few states of each of ``requests`` take."""
+        last, none = self._length - 1, torch.empty(0, dtype=torch.int32)
+        states = self._states[: min(2, last)]
+        self._post([Verified(slot, last, none, last - len(states), states) for slot in range(requests)], None)
+        return self.echo()
 
     def rounds(self, choice: RoundChoice, count: int) -> Callable[[], float]:
         """Have ``count`` rounds of one request done; what is returned waits for them and says for how many seconds."""
