@@ -1,8 +1,9 @@
 """The choice at run time: asked before every step, told after it how it went.
 
 It changes its mind only for a gain that is worth it, and now and then tries what it left: some plain steps where
-drafting pays by little, some drafted ones where it does not, some drafted ahead where it drafts in line. What trials cost is bounded: 8 in 256 steps at first,
-then, while they bring nothing, 8 in 512 and at last in 1,024 (.8 % of the steps, at the slower one's speed).
+drafting pays by little, some drafted ones where it does not, some drafted ahead where it drafts in line. What trials
+cost is bounded: 8 in 256 steps at first, then, while they bring nothing, 8 in 512 and at last in 1,024 (.8 % of the
+steps, at the slower one's speed).
 """
 
 from __future__ import annotations
