@@ -105,7 +105,17 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     if not result["validation"]:
         return
     table = Table(title="predicted and measured, tok/s")
-    for column in ("batch", "choice", "predicted", "while serving", "measured", "error", "error while serving"):
+    columns = (
+        "batch",
+        "choice",
+        "predicted",
+        "while serving",
+        "measured",
+        "error",
+        "while serving",
+        "of a step's time",
+    )
+    for column in columns:
         table.add_column(column, justify="left" if column == "choice" else "right")
     for row in result["validation"]:
         table.add_row(
@@ -116,5 +126,6 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             f"{row['measured_tok_s']:.1f}",
             f"{100 * row['error']:+.0f} %",
             f"{100 * row['error_while_serving']:+.0f} %",
+            f"{100 * row['step_error']:+.0f} %",
         )
     console.print(table)

@@ -171,6 +171,7 @@ def hold_to(llm: Any, plan: Plan, batch: int, choices: Sequence[RoundChoice | No
                 "measured_tau": round(counts["tokens"] / counts["steps"] / batch, 3),
                 "predicted_step_ms": round(1e3 * predicted.seconds, 2),
                 "measured_step_ms": round(1e3 * seconds / counts["steps"], 2),
+                "step_error": round(predicted.seconds * counts["steps"] / seconds - 1, 4),
             }
         )
     return found

@@ -23,6 +23,8 @@ HYSTERESIS = 1.03
 """A new choice has to promise this many times the present one's throughput."""
 PROMISE_EVERY = 16
 TRIAL_STEPS = 8
+DRAFTING_PAYS = 1.05
+"""Drafting has to promise this many times plain decoding's throughput: what is promised is known less well."""
 TRIAL_EVERY, TRIAL_AT_MOST_EVERY = 256, 1024
 PLAIN_IS_CLOSE = 1.5
 """Plain decoding is tried where drafting promises less than this many times its throughput."""
@@ -85,16 +87,23 @@ class Planner:
         """The choice in force, looked at again when it is due."""
         current = self._current.get((batch, drafted))
         if current is None:
-            current = self._current[batch, drafted] = _Current(self.plan().choose(batch, drafted))
+            current = self._current[batch, drafted] = _Current(self._best(self.plan(), batch, drafted))
         current.until_look -= 1
         if current.until_look < 0:
             current.interval = min(2 * current.interval, REPLAN_EVERY)
             current.until_look = current.interval
             plan, choice = self.plan(), current.chosen.choice
             now = plan.plain(batch) if choice is None else plan.predict(choice, batch, drafted)
-            new = plan.choose(batch, drafted)
-            current.chosen = new if new.throughput > HYSTERESIS * now.throughput else now
+            new = self._best(plan, batch, drafted)
+            drafting_fails = choice is not None and now.throughput < plan.plain(batch).throughput
+            current.chosen = new if drafting_fails or new.throughput > HYSTERESIS * now.throughput else now
         return current
+
+    @staticmethod
+    def _best(plan: Plan, batch: int, drafted: int) -> Prediction:
+        """The choice of the plan, in doubt plain decoding."""
+        chosen, plain = plan.choose(batch, drafted), plan.plain(batch)
+        return chosen if chosen.throughput > DRAFTING_PAYS * plain.throughput else plain
 
     def _begin_trial(self, chosen: Prediction, batch: int, drafted: int) -> _Trial | None:
         """Try the other thing, where there is a chance that it is better."""
@@ -159,7 +168,7 @@ class Planner:
     def summary(self, max_batch: int) -> str:
         """One line for the log: the choice for each batch size, as known now."""
         batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= max(max_batch, 1)]
-        return ", ".join(f"{batch}: {self.plan().choose(batch).choice or NO_DRAFTING}" for batch in batches)
+        return ", ".join(f"{batch}: {self._best(self.plan(), batch, batch).choice or NO_DRAFTING}" for batch in batches)
 
     def describe(self) -> dict[str, Any]:
         """All that it works with, as plain values."""

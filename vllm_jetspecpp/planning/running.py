@@ -83,7 +83,7 @@ class Running:
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
-        self._rejections = {True: Ratio(15, 400), False: Ratio(15, 400)}
+        self._rejections = {True: Ratio(8, 400), False: Ratio(8, 400)}
         self._target = Ratio(3, 40)
         self._drafting = Ratio(3, 60)
         self._cells: dict[tuple[int, int], Ratio] = {}
