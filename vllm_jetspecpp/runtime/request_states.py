@@ -12,7 +12,7 @@ from vllm_jetspecpp.models.attention import Rope
 from vllm_jetspecpp.models.networks import Networks
 from vllm_jetspecpp.runtime.kv_cache import SlotCache, View
 
-CONTEXT_STEP = {"cuda": 128, "cpu": 32}
+CONTEXT_STEP, CPU_CONTEXT_STEP = 128, 32
 """Contexts are padded to a multiple of this: few shapes, so few CUDA graphs; on a CPU no more attention than needed."""
 CHUNK = 256
 """Longest piece of a prefill that is committed at once."""
@@ -73,7 +73,7 @@ class RequestStates:
 
     def context_length(self, longest: int) -> int:
         """Padded length that covers positions below ``longest``."""
-        step = CONTEXT_STEP[self.device.type]
+        step = CPU_CONTEXT_STEP if self.device.type == "cpu" else CONTEXT_STEP
         return min(-(-longest // step) * step, self.max_length)
 
     def mark(self, slot: int, start: int, end: int) -> None:
