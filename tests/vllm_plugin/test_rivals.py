@@ -12,8 +12,10 @@ import torch
 from tests.tiny_models import make_tiny_llama
 from tests.tiny_rivals import TAPS, eagle3_logits, make_tiny_eagle3, make_tiny_rival
 from tests.vllm_plugin.conftest import generate, running_engine
+from vllm_jetspecpp.benchmarking.methods import Choice, make_method
+from vllm_jetspecpp.benchmarking.runner import BenchConfig, unpack_rivals
 from vllm_jetspecpp.evaluation.baselines.parallel import ParallelEngine, Rival
-from vllm_jetspecpp.models.eagle3 import load_head, materialise
+from vllm_jetspecpp.models.eagle3 import load_head
 from vllm_jetspecpp.models.target_parts import load_target_config, load_target_parts
 
 COUNT = 5
@@ -73,9 +75,14 @@ def test_vllm_serves_a_small_eagle3_head(tmp_path: Path, monkeypatch: pytest.Mon
     from vllm.v1.spec_decode.eagle import EagleProposer
 
     target = make_tiny_llama(tmp_path / "target")
-    small = make_tiny_eagle3(target, tmp_path / "small")
-    rival = materialise(small, target, tmp_path / "eagle3")
-    assert materialise(small, target, rival) == rival and not list(tmp_path.glob(".*"))
+    small = make_tiny_eagle3(target, tmp_path / "rivals/eagle3")
+    bench = BenchConfig(target, Choice(("eagle3",), rivals=small.parent), work=tmp_path)
+    method, _ = make_method("eagle3", bench.choice, tmp_path / "unpacked")
+    assert method is not None
+    rival = Path(method.speculative["model"])
+    for _ in range(2):  # a second run replaces what is there
+        unpack_rivals({"eagle3": method}, bench)
+    assert [file.name for file in rival.parent.iterdir()] == ["eagle3"] and rival != small
     answer, proposed = answer_and_proposals(target, rival, "eagle3", EagleProposer, monkeypatch)
     with running_engine(target) as llm:
         assert generate(llm, [PROMPT], max_tokens=24)[0] == answer

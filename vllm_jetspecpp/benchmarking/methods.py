@@ -95,7 +95,7 @@ def make_method(name: str, choice: Choice, unpacked: Path) -> tuple[Method | Non
     """A method ready to start, or None and why it cannot run.
 
     Args:
-        unpacked: folder for draft models that are stored as differences, which vLLM does not read.
+        unpacked: folder for draft models that are stored small, which vLLM does not read.
     """
     base, (target_core, other_core) = base_name(name), choice.cores
     changes = dict((choice.changes or {}).get(name, {}))
@@ -116,6 +116,6 @@ def make_method(name: str, choice: Choice, unpacked: Path) -> tuple[Method | Non
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a draft model is stored as differences from another, as this package alone reads it."""
+    """Whether a draft model is stored small, as this package alone reads it: as differences, or an EAGLE-3 head."""
     path = folder / "config.json"
-    return path.is_file() and "delta_of" in read_json(path).get("jetspecpp", {})
+    return path.is_file() and not {"delta_of", "small"}.isdisjoint(read_json(path).get("jetspecpp", {}))

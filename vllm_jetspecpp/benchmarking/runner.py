@@ -19,6 +19,7 @@ from vllm_jetspecpp.benchmarking.children import ChildError, ChildProcess, idle_
 from vllm_jetspecpp.benchmarking.methods import Choice, Method, check_names, is_packed, make_method
 from vllm_jetspecpp.benchmarking.records import Run
 from vllm_jetspecpp.benchmarking.workload import BENCHES, Workload, load_workload
+from vllm_jetspecpp.models.eagle3 import is_head, materialise
 from vllm_jetspecpp.models.json_files import read_json
 from vllm_jetspecpp.models.rival_checkpoint import unpack_rival
 from vllm_jetspecpp.models.target_layers import LayerConfig
@@ -115,11 +116,15 @@ def engine_options(config: BenchConfig, workload: Workload) -> dict[str, Any]:
 
 
 def unpack_rivals(methods: Mapping[str, Method], config: BenchConfig) -> None:
-    """Write out draft models that are stored as differences."""
+    """Write out draft models that are stored small."""
     for method in methods.values():
         folder = Path(method.speculative.get("model", ""))
         packed = config.choice.rivals / folder.name
-        if folder.parent == config.work / "unpacked" and is_packed(packed):
+        if folder.parent != config.work / "unpacked" or not is_packed(packed):
+            continue
+        if is_head(packed):
+            materialise(packed, config.target, folder)
+        else:
             unpack_rival(packed, config.target, load_target_config(config.target), folder)
 
 

@@ -30,6 +30,8 @@ NUM_TAPS = 3
 WEIGHTS, TOKEN_IDS = "model.safetensors", "token_ids.safetensors"
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
 """Of config.json: how many layers the target has run where a state is tapped, so 0-based layer + 1."""
+SMALL = "small"
+"""Of config.json's ``jetspecpp``: the head lacks what it shares with the target."""
 
 
 def head_config(config: LayerConfig) -> LayerConfig:
@@ -156,13 +158,18 @@ def save_head(
         weights: the target's, whose LM head goes into the file; None: small.
     """
     out.mkdir(parents=True, exist_ok=True)
-    section = {"small": True, **training} if weights is None else training
+    section = {SMALL: True, **training} if weights is None else training
     write_json(out / "config.json", _config(target_config, taps, len(token_ids), section))
     if weights is None:
         save_weights(head, out / WEIGHTS, torch.int8)
         save_file({"token_ids": token_ids.int()}, out / TOKEN_IDS)
     else:
         _write_full(out, head, token_ids, weights, target_config.vocab_size)
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a checkpoint, small or whole, is an EAGLE-3 head."""
+    return read_json(folder / "config.json").get("architectures") == [ARCHITECTURE]
 
 
 def load_head(folder: Path, target_config: Any) -> tuple[Eagle3Head, Tensor]:
@@ -173,7 +180,7 @@ def load_head(folder: Path, target_config: Any) -> tuple[Eagle3Head, Tensor]:
     """
     path = folder / "config.json"
     config = read_json(path)
-    if config.get("architectures") != [ARCHITECTURE] or not config.get("jetspecpp", {}).get("small"):
+    if not is_head(folder) or SMALL not in config.get("jetspecpp", {}):
         found = config.get("architectures")
         raise ValueError(f"{path}: expected a small head of architectures [{ARCHITECTURE!r}], found {found}")
     expected = _config(target_config, [], 0, {})
@@ -217,7 +224,7 @@ def materialise(folder: Path, target: Path, out: Path) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     _write_full(partial, head, token_ids, TargetWeights(target), target_config.vocab_size)
     config = read_json(folder / "config.json")
-    config["jetspecpp"] = {key: value for key, value in config["jetspecpp"].items() if key != "small"}
+    config["jetspecpp"] = {key: value for key, value in config["jetspecpp"].items() if key != SMALL}
     write_json(partial / "config.json", config)
     partial.chmod(0o755)
     shutil.rmtree(out, ignore_errors=True)
