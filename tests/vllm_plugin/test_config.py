@@ -278,6 +278,13 @@ def test_refused_context_parallelism_of_decoding(create: Create) -> None:
     )
 
 
+def test_several_workers_need_a_saved_profile(create: Create) -> None:
+    """Measuring at start was not made to run with tensor parallelism."""
+    planned = method(**OWN_ENGINE, num_outcomes="auto")
+    message = "need plan_profile with several workers an engine"
+    check_refusal(lambda: create(planned, parallel={"tensor_parallel_size": 2}), message)
+
+
 def test_refused_data_parallelism_of_experts(
     create: Create, model_configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

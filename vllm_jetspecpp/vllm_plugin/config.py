@@ -208,6 +208,11 @@ class JetSpecConfig(SpeculativeConfig):
             raise ValueError(
                 f"options that are {AUTO!r} need plan_profile with {V2_RUNNER}=1: its steps cannot be measured"
             )
+        elif self.target_parallel_config.world_size > 1:
+            raise ValueError(
+                f"options that are {AUTO!r} need plan_profile with several workers an engine: measuring at start was not "
+                "made to run there"
+            )
 
     @property
     def round_config(self) -> RoundConfig:
