@@ -210,8 +210,8 @@ class JetSpecConfig(SpeculativeConfig):
             )
         elif self.target_parallel_config.world_size > 1:
             raise ValueError(
-                f"options that are {AUTO!r} need plan_profile with several workers an engine: measuring at start was not "
-                "made to run there"
+                f"options that are {AUTO!r} need plan_profile with several workers an engine: measuring at start was "
+                "not made to run there"
             )
 
     @property
