@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import STARTED_WITH
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _environment_of_a_user() -> Iterator[None]:
     """Without what tests of engines in this process want: one process, one thread, a silent vLLM."""
     with_tests = dict(os.environ)

@@ -119,6 +119,7 @@ class ReplayEngine(DraftEngine):
         if self.drafts_from != UNPIPELINED:
             return super()._fallback(missed)
         (request,) = missed
+        self._commit()  # refreshes read all of it
         prefix = self.states.prefix([request.slot], [request.anchor_position])
         drafts = self._verified(prefix, self.config.round.jacobi_passes, self.config.round.context_refreshes)
         return {request.slot: to_blocks(drafts)[0][0]}
