@@ -31,10 +31,10 @@ RIVALS = {
     "every-prefix": ["--mode", "jetspecpp", "--all-prefixes", "--zero-share", "0.5"],
     # No other method's weights can start an autoregressive model, so it gets more steps and a higher rate.
     "ssd": ["--mode", "ssd", "--steps", "3000", "--learning-rate", "1e-3", "--initialise", "target"],
-    # A head of one layer starts from nothing (the target's layers only mislead it at first): as many steps as SSD's,
-    # and half the block for twice the anchors, since vLLM's eagle3 drafts a few tokens.
+    # A head of one layer starts from nothing (the target's layers only mislead it at first), with half the block for
+    # twice the anchors, since vLLM's eagle3 drafts a few tokens.
     "eagle3": [
-        *("--mode", "eagle3", "--steps", "3000", "--learning-rate", "1e-3", "--initialise", "random"),
+        *("--mode", "eagle3", "--steps", "1800", "--learning-rate", "1e-3", "--initialise", "random"),
         *("--block-size", "8", "--anchors", "32"),
     ],
 }
