@@ -28,6 +28,8 @@ def randomise(model: DraftModel) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.5 if name.startswith("correction.") else 0.2)
+        elif name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.4, 1.6)  # of ones nobody would see whose norm is whose
 
 
 def make_tiny_rival(target: Path, folder: Path, method: str, draft_vocab_size: int = 100, seed: int = 0) -> Path:
@@ -59,6 +61,8 @@ def make_tiny_eagle3(target: Path, folder: Path, draft_vocab_size: int = 100, se
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 torch.nn.init.normal_(parameter, std=0.2)
+            else:
+                torch.nn.init.uniform_(parameter, 0.4, 1.6)
         token_ids = torch.randperm(hf_config.vocab_size)[:draft_vocab_size].sort().values
     save_head(head, hf_config, list(TAPS), token_ids, folder, {})
     return folder

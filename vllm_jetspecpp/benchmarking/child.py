@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from vllm_jetspecpp.benchmarking import dflash_on_cpu
 from vllm_jetspecpp.benchmarking.closed_loop import closed_loop
 from vllm_jetspecpp.benchmarking.step_clock import StepClock
 from vllm_jetspecpp.vllm_plugin import compat
@@ -33,6 +34,8 @@ class Child:
         from vllm import LLM
 
         compat.require("bench")
+        if (engine.get("speculative_config") or {}).get("method") == "dflash":
+            dflash_on_cpu.repair()
         self.llm = LLM(**engine)
         clocks: list[StepClock] = []
         self.llm.collective_rpc(lambda worker: clocks.append(StepClock(worker)))

@@ -306,6 +306,13 @@ SYMBOLS = (
     Symbol("bench", _RUNNER, "GPUModelRunner._model_forward", "time verification [wrapped]"),
     Symbol("bench", _RUNNER, "GPUModelRunner._sample", "time verification [wrapped]"),
     Symbol("bench", _RUNNER, "GPUModelRunner.propose_draft_token_ids", "time drafting in line [wrapped]"),
+    Symbol(
+        "bench",
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._normalize_context_k",
+        "give each of dflash's layers its own key norm on CPU [replaced]",
+        mentions="_k_norm_weights",
+    ),
 )
 
 
