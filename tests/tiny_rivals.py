@@ -28,7 +28,7 @@ def randomise(model: DraftModel) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.5 if name.startswith("correction.") else 0.2)
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
             torch.nn.init.uniform_(parameter, 0.4, 1.6)  # of ones nobody would see whose norm is whose
 
 
