@@ -39,6 +39,12 @@ def check_range(name: str, value: Any, low: int, high: int, why: str = "") -> No
         raise ValueError(f"{name} must be an integer from {low} to {high}{why}, got {value!r}")
 
 
+def check_probability(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be a number from 0 to below 1, got {value!r}")
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raise ValueError unless ``value`` is one of ``allowed``."""
     names = list(allowed)
@@ -89,6 +95,8 @@ class RoundConfig:
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
 
+    copy_drafts: bool = False
+    """Whether tokens copied from the request itself are handed out where they promise more than drafted ones."""
     anchor_replacement: bool = True
     """False: a context refresh only lets the next pass read the predicted states, and no token is fixed. For
     measurements; the paper finds most of the gain in the replacement."""
@@ -106,6 +114,8 @@ class RoundConfig:
                     f"got {refreshes}={given[refreshes]}, {passes}={given[passes]}"
                 )
         check_choice("selection", self.selection, SELECTIONS)
+        if not isinstance(self.copy_drafts, bool):
+            raise ValueError(f"copy_drafts must be true or false, got {self.copy_drafts!r}")
 
     @property
     def block_size(self) -> int:

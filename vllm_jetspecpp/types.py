@@ -26,13 +26,15 @@ class DraftBlock(NamedTuple):
 
 NO_DRAFTING = "no drafting"
 """What people read where there is no :class:`RoundChoice`."""
+COPIES_ALONE = "copied drafts alone"
+"""What they read of one with γ = 0."""
 
 
 class RoundChoice(NamedTuple):
     """The shape of a round where it is chosen step by step: each choice is one fixed shape."""
 
     num_draft_tokens: int
-    """γ."""
+    """γ; 0 drafts nothing, which leaves copied drafts."""
     num_outcomes: int
     """B; 0 drafts nothing ahead: every block is drafted in line, as after a miss."""
     jacobi_passes: int
@@ -42,6 +44,8 @@ class RoundChoice(NamedTuple):
 
     def __str__(self) -> str:
         """``γ7 B4 J1-R1``."""
+        if not self.num_draft_tokens:
+            return COPIES_ALONE
         return f"γ{self.num_draft_tokens} B{self.num_outcomes} J{self.jacobi_passes}-R{self.context_refreshes}"
 
 
@@ -56,3 +60,5 @@ class Origin(IntEnum):
     """Pre-drafted for the outcome that came true."""
     FALLBACK = 3
     """Drafted after a miss, in one pass from the verified context (J_0)."""
+    COPIED = 4
+    """Copied from the request's own tokens, which promised more than what was drafted."""

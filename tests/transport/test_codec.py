@@ -1,6 +1,7 @@
 """Codec and splitting: whatever goes in comes out, and damage is a ValueError."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -57,7 +58,9 @@ BATCHES = {
         overwritten=(5, 6),
         cache_block_size=16,
         choice=RoundChoice(63, 64, 16, 16),
+        min_accept_prob=0.0625,
     ),
+    "nothing drafted": VerifiedBatch(1, (request(wants_draft=True),), choice=RoundChoice(0, 0, 0, 0)),
     "drafted in line": VerifiedBatch(1, (request(wants_draft=True),), choice=RoundChoice(1, 0, 0, 0)),
     "many, mixed": VerifiedBatch(
         3, tuple(request(i, i, i % 4, i % 3, 1 + i % 6, codec.DTYPES[i % 3], wants_draft=i % 2 == 0) for i in range(70))
@@ -104,9 +107,9 @@ def test_wrong_dtypes_are_refused(wrong):
 
 
 # Fields of the header and of the first request: magic, total, step, requests, released, overwritten, block size; γ, B,
-# J, R of the round | slot, token start, tokens, state start, states, width, dtype, accepted, verified, room, flags,
-# first block, blocks.
-@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7, 8, 9, 10, 11 + 2, 11 + 4, 11 + 5, 11 + 6, 11 + 12])
+# J, R of the round; least probability | slot, token start, tokens, state start, states, width, dtype, accepted,
+# verified, room, flags, first block, blocks.
+@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7, 8, 9, 10, 12 + 2, 12 + 4, 12 + 5, 12 + 6, 12 + 12])
 @pytest.mark.parametrize("value", [-1, 1 << 20, 1 << 62])
 def test_damaged_fields_are_refused(field, value):
     buffer = encoded(VerifiedBatch(5, (request(),), choice=RoundChoice(7, 4, 3, 2)))
@@ -115,7 +118,14 @@ def test_damaged_fields_are_refused(field, value):
         codec.decode_verified(buffer)
 
 
-@pytest.mark.parametrize("choice", [(0, 4, 1, 1), (64, 4, 1, 1), (7, 65, 1, 1), (7, 4, 17, 1), (7, 4, 1, 2)])
+@pytest.mark.parametrize("least", [-0.1, 1.0, math.inf, math.nan])
+def test_impossible_probabilities_are_refused(least):
+    buffer = encoded(VerifiedBatch(5, (request(),), min_accept_prob=least))
+    with pytest.raises(ValueError, match="probability"):
+        codec.decode_verified(buffer)
+
+
+@pytest.mark.parametrize("choice", [(-2, 4, 1, 1), (64, 4, 1, 1), (7, 65, 1, 1), (7, 4, 17, 1), (7, 4, 1, 2)])
 def test_impossible_rounds_are_refused(choice):
     buffer = encoded(VerifiedBatch(5, (request(),), choice=RoundChoice(*choice)))
     with pytest.raises(ValueError, match="impossible round"):

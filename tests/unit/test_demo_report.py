@@ -19,8 +19,8 @@ from vllm_jetspecpp.vllm_plugin.statistics import Statistics
 def stats(scale: int = 1) -> dict[str, Any]:
     """What a worker reports after 10 rounds, times ``scale``."""
     statistics = Statistics(num_draft_tokens=7)
-    statistics.verified_by_origin = {"first": 1 * scale, "hit": 6 * scale, "fallback": 3 * scale}
-    statistics.accepted_by_origin = {"first": 2 * scale, "hit": 15 * scale, "fallback": 3 * scale}
+    statistics.verified_by_origin = {"first": 1 * scale, "hit": 6 * scale, "fallback": 3 * scale, "copied": 0}
+    statistics.accepted_by_origin = {"first": 2 * scale, "hit": 15 * scale, "fallback": 3 * scale, "copied": 0}
     statistics.blocks_by_origin = {"first": 1 * scale, "hit": 6 * scale, "fallback": 2 * scale}
     statistics.plain_tokens = scale
     statistics.verify_seconds = 0.4 * scale

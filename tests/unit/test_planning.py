@@ -11,7 +11,7 @@ import pytest
 
 from vllm_jetspecpp.planning.acceptance import Acceptance, Rounds, unmeasured
 from vllm_jetspecpp.planning.costs import Costs, Grid, Line, MeasuredRound, fit_line, fit_rounds, load_costs
-from vllm_jetspecpp.planning.plan import Options, Plan
+from vllm_jetspecpp.planning.plan import Copied, Corrections, Options, Plan
 from vllm_jetspecpp.planning.planner import TRIAL_EVERY, TRIAL_STEPS, Planner
 from vllm_jetspecpp.planning.running import Step, Verification
 from vllm_jetspecpp.types import Origin, RoundChoice
@@ -288,3 +288,57 @@ def test_planner_comes_back_when_text_gets_easy() -> None:
     world.serve(planner, 3000)
     drafted = sum(choice is not None for choice in world.choices[-500:])
     assert world.choices[0] is None and drafted > 400
+
+
+COPIES = RoundChoice(0, 0, 0, 0)
+
+
+def test_copies_are_a_mixture() -> None:
+    """τ with copied blocks is the mixture of theirs and of drafted ones; alone they cost the target's time only."""
+    acceptance, costs = unmeasured(7), some_costs()
+    options = Options.within(acceptance, 7, copies=True)
+    learnt = Corrections(copied=Copied(0.25, 3.0), copied_alone=Copied(0.5, 2.0))
+    without, plan = Plan(costs, acceptance, options), Plan(costs, acceptance, options, learnt)
+    choice = RoundChoice(7, 4, 1, 1)
+    drafted, mixed = without.predict(choice, 1), plan.predict(choice, 1)
+    assert mixed.tau == pytest.approx(0.75 * drafted.tau + 0.25 * 3)
+    assert mixed.fallback == pytest.approx(0.75 * drafted.fallback) and mixed.draft == drafted.draft
+    alone = plan.predict(COPIES, 1)
+    assert alone.tau == pytest.approx(1.5) and alone.draft == alone.fallback == 0
+    assert alone.seconds == pytest.approx(costs.verify(1, 1) + costs.comm)
+    assert COPIES in options.choices and COPIES not in Options.within(acceptance, 7).choices
+
+
+def test_least_probability_is_the_price_of_a_token() -> None:
+    """Draft tokens at .6 ms each where 100 tokens a second are committed: below 6 % they cost more than they bring."""
+    acceptance = unmeasured(7)
+    plan = Plan(some_costs(), acceptance, Options.within(acceptance, 7))
+    now = dataclasses.replace(plan.plain(1), tokens=2.0, seconds=0.02)
+    assert plan.min_accept_prob(now, 1) == pytest.approx(0.06)
+    flat = dataclasses.replace(some_costs(), verify=Grid((1,), (1, 8), ((0.02, 0.02),)))
+    assert Plan(flat, acceptance, plan.options).min_accept_prob(now, 1) == 0
+
+
+@pytest.mark.parametrize(("share", "tau"), [(0.8, 4.0), (0.5, 1.0)])
+def test_planner_learns_what_copies_are_worth(share: float, tau: float) -> None:
+    """Dear drafting beside good copies leaves copies alone; worthless ones are left as well."""
+    acceptance, rng = unmeasured(7), random.Random(1)
+    planner = Planner(some_costs(8), acceptance, Options.within(acceptance, 7, copies=True))
+    chosen = []
+    for _ in range(600):
+        choice = planner.choose(1, 1)
+        chosen.append(choice)
+        origin = Origin.NONE
+        if choice is not None and rng.random() < share:
+            origin = Origin.COPIED
+        elif choice is not None and choice.num_draft_tokens:
+            origin = Origin.FALLBACK
+        accepted = int(tau) - 1 if origin is Origin.COPIED else 0
+        blocks = (Verification(origin, 7, accepted),) if origin is not Origin.NONE else ()
+        exposed = 0.2 if choice is not None and choice.num_draft_tokens else 0.0
+        answers = (origin,) if blocks else ()
+        planner.see(Step(choice, choice, 1, len(blocks), 0.019 + exposed, exposed, blocks, answers))
+    assert set(chosen[-100:]) <= ({COPIES} if tau > 1 else {None, COPIES})
+    assert chosen[-100:].count(COPIES if tau > 1 else None) > 80
+    corrections = planner.running.corrections
+    assert corrections.copied_alone.tau == pytest.approx(tau, abs=0.3)

@@ -52,7 +52,7 @@ def test_branch_masks_equal_loops() -> None:
     branches, size = 3, 4
     masks = BranchMasks(branches, size, torch.device("cpu"))
     accepted, fixed = torch.tensor([[0, 2, 3]]), torch.tensor([[0, 1, 3]])
-    predicted, refreshed, own = masks.predicted(accepted)[0], masks.refreshed(fixed)[0], masks.own(fixed)[0]
+    predicted, refreshed, own = masks.predicted(accepted, size)[0], masks.refreshed(fixed)[0], masks.own(fixed)[0]
     for query in range(branches * size):
         b, i = divmod(query, size)
         f = int(fixed[0, b])

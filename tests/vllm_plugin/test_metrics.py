@@ -24,7 +24,7 @@ GAMMA = 7
 BLOCK_SIZE = 32
 MODEL = "tiny"
 LABELS = {"model_name": MODEL, "engine": "0"}
-DRAFTED_AHEAD = ("first", "hit", "fallback")
+DRAFTED_AHEAD = ("first", "hit", "fallback", "copied")
 
 pytestmark = pytest.mark.parametrize("family", ["llama"], indirect=True)
 
@@ -138,8 +138,8 @@ def test_numbers_of_one_request(llm: Any, prompts: list[list[int]], monkeypatch:
     generate(llm, [prompts[1]])
     after = scrape()
     assert MAX_TOKENS == 60
-    assert by_origin(before, after, "rounds") == {"first": 1, "hit": 7, "fallback": 0}
-    assert by_origin(before, after, "accepted_tokens") == {"first": 7, "hit": 44, "fallback": 0}
+    assert by_origin(before, after, "rounds") == {"first": 1, "hit": 7, "fallback": 0, "copied": 0}
+    assert by_origin(before, after, "accepted_tokens") == {"first": 7, "hit": 44, "fallback": 0, "copied": 0}
     assert accepted_lengths(before, after) == [0, 0, 1, 0, 0, 0, 0, 7]
     assert grown(before, after, "jetspecpp_hits_total") == 7 and grown(before, after, "jetspecpp_misses_total") == 0
     assert grown(before, after, "jetspecpp_plain_tokens_total") == 1

@@ -18,12 +18,21 @@ from vllm_jetspecpp.types import NO_DRAFTING, RoundChoice
 from vllm_jetspecpp.vllm_plugin import worker
 
 AUTO = {"num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto"}
-CHOICES: list[list[int] | None] = [[7, 4, 1, 1], None, [3, 8, 0, 0], [5, 0, 0, 0], [7, 16, 3, 3], [], None]
+CHOICES: list[list[int] | None] = [
+    [7, 4, 1, 1],
+    None,
+    [0, 0, 0, 0],
+    [3, 8, 0, 0],
+    [5, 0, 0, 0],
+    [7, 16, 3, 3],
+    [],
+    None,
+]
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path, plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = local_drafts(tiny_model, tmp_path_factory.mktemp("auto"), None) | AUTO
+    options = local_drafts(tiny_model, tmp_path_factory.mktemp("auto"), None) | AUTO | {"copy_drafts": True}
     with running_engine(tiny_model, max_num_batched_tokens=64, speculative_config=options) as llm:
         yield llm
 

@@ -48,7 +48,12 @@ def client() -> FakeClient:
 
 @pytest.fixture
 def proposer(client: FakeClient) -> Proposer:
-    spec = SimpleNamespace(num_speculative_tokens=GAMMA, engine_config=lambda _: SimpleNamespace(num_slots=2))
+    spec = SimpleNamespace(
+        num_speculative_tokens=GAMMA,
+        copy_drafts=False,
+        min_accept_prob="auto",
+        engine_config=lambda _: SimpleNamespace(num_slots=2),
+    )
     model = SimpleNamespace(get_vocab_size=lambda: VOCAB)
     proposer = Proposer(SimpleNamespace(speculative_config=spec, model_config=model))
     proposer.client = client  # type: ignore[assignment]
@@ -84,7 +89,7 @@ def test_prefill_in_chunks_then_decoding(proposer: Proposer, client: FakeClient)
     assert (verified.num_accepted, verified.num_verified) == (2, 4)
     assert [batch.step for batch in client.sent] == [1, 2, 3]
     stats = proposer.stats()
-    assert stats["committed"] == {"target": 2, "first": 2, "hit": 0, "fallback": 0}
+    assert stats["committed"] == {"target": 2, "first": 2, "hit": 0, "fallback": 0, "copied": 0}
     assert stats["acceptance_length"] == 3 and stats["accepted_lengths"] == [0, 0, 1, 0, 0]
 
 
@@ -134,7 +139,7 @@ def test_cut_and_padded_blocks(proposer: Proposer, client: FakeClient) -> None:
     assert (padded.num_accepted, padded.num_verified, padded.states.shape[0]) == (NO_BLOCK, 0, 1)
     assert (cut.num_accepted, cut.num_verified, cut.states.shape[0]) == (0, 2, 1)
     assert (dropped.num_accepted, dropped.num_verified) == (NO_BLOCK, 0)
-    assert proposer.stats()["verified_by_origin"] == {"first": 0, "hit": 1, "fallback": 0}
+    assert proposer.stats()["verified_by_origin"] == {"first": 0, "hit": 1, "fallback": 0, "copied": 0}
 
 
 def test_preempted_request_is_sent_again(proposer: Proposer, client: FakeClient) -> None:

@@ -23,10 +23,12 @@ DEFAULTS = (
     "dflash",
     "dflash_2",
     "eagle3",
+    "jetspecpp_drafted",
     OURS,
 )
 ON_DISK = ("dflash", "eagle3")
 """Methods with a draft model below ``checkpoints/rivals``."""
+PLANNED = {"method": OURS, "num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto"}
 BUILT_IN: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
@@ -35,7 +37,8 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     # Its best here: 3 draft tokens are faster than 5, 7 and 15, as it accepts few and drafts while the target waits.
     "dflash": {"method": "dflash", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 5},
-    OURS: {"method": OURS, "num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto"},
+    OURS: {**PLANNED, "copy_drafts": True},
+    "jetspecpp_drafted": PLANNED,
 }
 
 

@@ -24,8 +24,8 @@ def add_prepare_demo(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
-PLANNED = dict.fromkeys(("num_outcomes", "jacobi_passes", "context_refreshes"), "auto")
-"""Options with which the worker chooses by measurement."""
+FASTEST = {"num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto", "copy_drafts": True}
+"""Options with which the worker chooses by measurement, and copies what stands in the request already."""
 
 
 def add_demo(subcommands: Subcommands) -> None:
@@ -42,7 +42,7 @@ def add_demo(subcommands: Subcommands) -> None:
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further options of --speculative-config (default: B, J and R are planned by measurement)",
+        help="further options of --speculative-config (default: planned by measurement, with copied drafts)",
     )
     parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help="of the servers (default: %(default)s)")
 
@@ -54,7 +54,7 @@ def add_demo(subcommands: Subcommands) -> None:
             "method": "jetspecpp",
             "model": str(args.checkpoint),
             "num_speculative_tokens": args.num_speculative_tokens,
-            **PLANNED,
+            **FASTEST,
             **args.options,
         }
         return run_demo(DemoConfig(target, speculative, args.prompts, args.limit, args.max_tokens, args.logs))

@@ -22,6 +22,7 @@ def add_plan(subcommands: Subcommands) -> None:
     parser.add_argument("--checkpoint", default=str(DEMO_CHECKPOINT), help="default: %(default)s")
     parser.add_argument("--batch", type=counts, default="1,2,4,8,16", help="batch sizes (default: %(default)s)")
     parser.add_argument("--num-speculative-tokens", type=int, default=None, help="longest γ (default: all)")
+    parser.add_argument("--copy-drafts", action="store_true", help="with copied drafts (docs/planning.md)")
     parser.add_argument("--profile", default=None, metavar="FILE", help="times saved before, instead of measuring")
     parser.add_argument("--save", type=Path, default=None, metavar="FILE", help="keep the times for `plan_profile`")
     parser.add_argument("--json", metavar="FILE", default=None, help="write all as JSON; - is standard output")
@@ -52,6 +53,7 @@ def run_plan(args: argparse.Namespace) -> int:
         args.max_tokens,
         args.prompts,
         args.profile,
+        args.copy_drafts,
     )
     console = Console(stderr=True)
     with console.status("starting vLLM and measuring"), planned_engine(config) as llm:

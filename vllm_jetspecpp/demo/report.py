@@ -19,7 +19,7 @@ def ratio(part: float, whole: float) -> float:
 
 
 def _drafted() -> dict[Origin, int]:
-    return dict.fromkeys((Origin.HIT, Origin.FIRST, Origin.FALLBACK), 0)
+    return dict.fromkeys((Origin.HIT, Origin.FIRST, Origin.FALLBACK, Origin.COPIED), 0)
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,7 @@ ORIGIN_NAMES = {
     Origin.HIT: "block foreseen for the outcome that came true (hit)",
     Origin.FIRST: "first block of a request",
     Origin.FALLBACK: "block drafted after a miss (fallback)",
+    Origin.COPIED: "block copied from the request itself",
 }
 
 

@@ -39,6 +39,8 @@ class PlanConfig:
     """Answers for each request of a batch."""
     profile: str | None = None
     """Times that were saved before."""
+    copy_drafts: bool = False
+    """Whether tokens copied from the requests themselves are drafts too."""
 
 
 @contextmanager
@@ -60,6 +62,7 @@ def planned_engine(config: PlanConfig) -> Iterator[Any]:
         "context_refreshes": AUTO,
         "draft_slots": max(config.batches),
         "plan_profile": config.profile,
+        "copy_drafts": config.copy_drafts,
     }
     llm = LLM(
         config.target,

@@ -241,6 +241,8 @@ def draft_outcomes(
 ) -> Blocks:
     """The next block for each of ``outcomes``, from predicted states; branches never see each other.
 
+    The block foreseen may be longer than those drafted, whose length ``config`` says.
+
     Returns:
         Drafts [rows, outcomes, γ].
     """
@@ -248,7 +250,7 @@ def draft_outcomes(
     bonus_tokens = nets.target.head_token_ids[outcomes.bonus]
     context = prefix.context.extended(foresight.context)
     masks = branch_masks(anchor.shape[1], config.block_size, anchor.device)
-    before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted)]
+    before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted, foresight.log_probs.shape[1])]
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
     passes, refreshes = config.jacobi_passes, config.context_refreshes
     replacement = config.anchor_replacement

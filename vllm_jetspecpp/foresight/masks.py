@@ -37,9 +37,12 @@ class BranchMasks:
         """Verified context, the same for all: [rows, length] → [rows, B * T, length]."""
         return prefix_mask.unsqueeze(1).expand(-1, len(self.position), -1)
 
-    def predicted(self, num_accepted: Tensor) -> Tensor:
-        """Predicted states of the block under verification: branch (k, a) sees positions 0..k. → [rows, B * T, T]."""
-        seen = torch.arange(self.block_size, device=num_accepted.device) <= num_accepted.unsqueeze(-1)
+    def predicted(self, num_accepted: Tensor, num_states: int) -> Tensor:
+        """Predicted states of the block under verification: branch (k, a) sees positions 0..k.
+
+        → [rows, B * T, num_states]; that block can be longer than the branches.
+        """
+        seen = torch.arange(num_states, device=num_accepted.device) <= num_accepted.unsqueeze(-1)
         return seen.repeat_interleave(self.block_size, dim=1)
 
     def refreshed(self, fixed: Tensor) -> Tensor:

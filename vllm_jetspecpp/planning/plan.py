@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from vllm_jetspecpp.planning.acceptance import Acceptance, Passes, Rounds
 from vllm_jetspecpp.planning.costs import Costs
@@ -18,6 +19,23 @@ GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 31, 47, 63)
 """Block lengths that are considered, and the longest allowed one."""
 OUTCOMES = (0, 1, 2, 4, 6, 8, 12, 16)
 """Cache sizes that are considered."""
+MARGIN_TOKENS = 7
+"""Draft tokens over which the price of one more is taken."""
+MOST_MIN_ACCEPT_PROB = 0.5
+COPIES_ALONE = RoundChoice(0, 0, 0, 0)
+"""Nothing is drafted."""
+
+
+class Copied(NamedTuple):
+    """Blocks copied from the requests themselves; none by default."""
+
+    share: float = 0.0
+    """Of all blocks."""
+    tau: float = 1.0
+    """Tokens that a round with one commits, bonus token included."""
+
+
+NO_COPIES = Copied()
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,10 @@ class Corrections:
     """Factor on the probability that a draft token is rejected, in blocks drafted ahead."""
     rejections_after_miss: float = 1.0
     """The same in blocks drafted after a miss or in line."""
+    copied: Copied = NO_COPIES
+    """Beside drafting."""
+    copied_alone: Copied = NO_COPIES
+    """Where nothing is drafted."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,7 @@ class Options:
     """What may be chosen from."""
 
     gammas: tuple[int, ...]
+    """With 0, for copied drafts alone, where drafts can be copied."""
     outcomes: tuple[int, ...]
     passes: tuple[Passes, ...]
 
@@ -60,6 +83,7 @@ class Options:
         num_outcomes: int | None = None,
         jacobi_passes: int | None = None,
         context_refreshes: int | None = None,
+        copies: bool = False,
     ) -> Options:
         """All that the statistics speak of, γ at most ``num_draft_tokens``; a number given is the only one.
 
@@ -67,6 +91,7 @@ class Options:
             ValueError: there are no statistics of the J or R that is given.
         """
         gammas = [gamma for gamma in GAMMAS if gamma < num_draft_tokens] + [num_draft_tokens]
+        gammas = [0, *gammas] if copies else gammas
         known = sorted(acceptance.after_hit)
         passes = [(j, r) for j, r in known if jacobi_passes in (None, j) and context_refreshes in (None, r)]
         if not passes:
@@ -86,6 +111,9 @@ class Options:
         """Every shape a round may get, in the order in which ties are decided: cheapest first."""
         found = []
         for gamma in self.gammas:
+            if not gamma:
+                found.append(COPIES_ALONE)
+                continue
             for outcomes in self.outcomes:
                 # Drafted in line there is nothing to refine ahead.
                 passes = self.passes if outcomes else ((0, 0),)
@@ -149,17 +177,35 @@ class Plan:
         drafted = batch if drafted is None else drafted
         size, pace = choice.num_draft_tokens + 1, self.pace.drafting
         hit_rate, tau = self.rates(choice)
+        copied = self.copied(choice)
+        tau += copied.share * (copied.tau - tau)
         alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
         draft, commit = self.costs.draft(drafted, choice), self.costs.commit(drafted * size)
         after_miss = self.costs.overlap(alone, pace * draft)
         after_hit = self.costs.overlap(alone, pace * (draft + commit)) if choice.num_outcomes else after_miss
         all_hit = hit_rate**drafted
         verify, draft = (all_hit * hit + (1 - all_hit) * miss for hit, miss in zip(after_hit, after_miss, strict=True))
+        drafting = (1 - copied.share) * (choice.num_draft_tokens > 0)
         missing = drafted * (1 - hit_rate) * size
-        fallback = pace * ((1 - all_hit) * self.costs.fallback.base + self.costs.fallback.slope * missing)
+        fallback = self.costs.fallback.base * (1 - all_hit) + self.costs.fallback.slope * missing
+        fallback *= pace * drafting
         both = all_hit * max(after_hit) + (1 - all_hit) * max(after_miss)
         seconds = both + self.costs.comm + fallback
         return Prediction(choice, drafted * tau + batch - drafted, seconds, verify, draft, fallback, hit_rate, tau)
+
+    def copied(self, choice: RoundChoice) -> Copied:
+        """What copied blocks do for rounds of such a shape."""
+        return self.corrections.copied if choice.num_draft_tokens else self.corrections.copied_alone
+
+    def min_accept_prob(self, now: Prediction, batch: int) -> float:
+        """Probability of acceptance below which a draft token costs more time than it brings tokens.
+
+        It takes dT_verify / dtoken, in which ``now.throughput`` tokens are committed otherwise.
+        """
+        size = min(max(self.options.gammas), MARGIN_TOKENS)
+        slope = (self.costs.verify(batch, 1 + size) - self.costs.verify(batch, 1)) / size / batch
+        slowdown = self.costs.target_slowdown if now.draft else 1.0
+        return min(max(slope * slowdown * self.pace.target * now.throughput, 0.0), MOST_MIN_ACCEPT_PROB)
 
     def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int) -> float:
         """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""

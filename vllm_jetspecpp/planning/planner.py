@@ -40,6 +40,7 @@ class _Current:
     until_look: int = REPLAN_FIRST
     """Steps before it is looked at again."""
     interval: int = REPLAN_FIRST
+    min_accept_prob: float = 0.0
 
 
 class Planner:
@@ -51,7 +52,7 @@ class Planner:
 
     def __init__(self, costs: Costs, acceptance: Acceptance, options: Options) -> None:
         self._recorded = Plan(costs, acceptance, options)
-        self.running = Running(costs)
+        self.running = Running(costs, copies=0 in options.gammas)
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
         self._ahead_next = False
@@ -70,9 +71,9 @@ class Planner:
         """What the next step of ``batch`` requests is drafted with, ``drafted`` of them at most; None: no drafting."""
         if not batch or not drafted:
             return None
+        current = self._look(batch, drafted)
         if self._pin is not None:
             return self._pin[0]
-        current = self._look(batch, drafted)
         if self._trial is not None:
             return self._trial.choice
         self._until_trial -= 1
@@ -83,11 +84,18 @@ class Planner:
                 return self._trial.choice
         return current.chosen.choice
 
+    def min_accept_prob(self, batch: int, drafted: int) -> float:
+        """Least probability of acceptance of a draft token that is worth verifying, in the step just chosen for."""
+        current = self._current.get((batch, drafted))
+        return 0.0 if current is None else current.min_accept_prob
+
     def _look(self, batch: int, drafted: int) -> _Current:
         """The choice in force, looked at again when it is due."""
         current = self._current.get((batch, drafted))
         if current is None:
-            current = self._current[batch, drafted] = _Current(self._best(self.plan(), batch, drafted))
+            plan = self.plan()
+            current = self._current[batch, drafted] = _Current(self._best(plan, batch, drafted))
+            current.min_accept_prob = plan.min_accept_prob(current.chosen, batch)
         current.until_look -= 1
         if current.until_look < 0:
             current.interval = min(2 * current.interval, REPLAN_EVERY)
@@ -97,6 +105,7 @@ class Planner:
             new = self._best(plan, batch, drafted)
             drafting_fails = choice is not None and now.throughput < plan.plain(batch).throughput
             current.chosen = new if drafting_fails or new.throughput > HYSTERESIS * now.throughput else now
+            current.min_accept_prob = plan.min_accept_prob(current.chosen, batch)
         return current
 
     @staticmethod
@@ -187,6 +196,7 @@ class Planner:
             f"{batch}/{drafted}": {
                 "choice": str(current.chosen.choice or NO_DRAFTING),
                 "promised_tok_s": round(current.chosen.throughput, 2),
+                "min_accept_prob": round(current.min_accept_prob, 4),
             }
             for (batch, drafted), current in sorted(self._current.items())
         }
@@ -196,6 +206,10 @@ class Planner:
             "rejections_after_miss": corrections.rejections_after_miss,
             "target": pace.target,
             "drafting": pace.drafting,
+            "copied_share": corrections.copied.share,
+            "copied_tau": corrections.copied.tau,
+            "copied_alone_share": corrections.copied_alone.share,
+            "copied_alone_tau": corrections.copied_alone.tau,
         }
         served = {str(batch): vars(served).copy() for batch, served in sorted(self._served.items())}
         return {
@@ -237,6 +251,10 @@ class FixedChoice:
     def choose(self, batch: int, drafted: int) -> RoundChoice | None:
         """See :class:`Planner`."""
         return self.choice if batch and drafted else None
+
+    def min_accept_prob(self, batch: int, drafted: int) -> float:
+        """Nothing is known of what a token costs."""
+        return 0.0
 
     def see(self, step: Step) -> None:
         """Nothing to learn."""

@@ -8,15 +8,19 @@ choices that are not in force too, which is what makes leaving a choice possible
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_jetspecpp.planning.costs import Costs
-from vllm_jetspecpp.planning.plan import Corrections, Pace, Plan, Prediction
+from vllm_jetspecpp.planning.plan import Copied, Corrections, Pace, Plan, Prediction
 from vllm_jetspecpp.types import Origin, RoundChoice
 
 LEAST, MOST = 0.05, 20.0
 """A factor stays within; a time twenty times the measured one is a machine that stood still."""
+
+
+COPIED = ((True, 0.25, 2.5), (False, 0.4, 2.0))
+"""Whether it is drafted as well, share of the blocks that are copied, and their τ: where averages begin."""
 
 
 class Verification(NamedTuple):
@@ -77,13 +81,37 @@ class Ratio:
         return min(max((self._weight + self._observed) / (self._weight + self._predicted), LEAST), MOST)
 
 
+class Mean:
+    """An exponentially averaged value.
+
+    Args:
+        prior: where it begins.
+        weight: of the prior, in observations.
+        memory: observations after which an old one counts 1/e.
+    """
+
+    def __init__(self, prior: float, weight: float, memory: float) -> None:
+        self._sum, self._count, self._keep = prior * weight, weight, 1 - 1 / memory
+
+    def add(self, value: float) -> None:
+        """Count one observation."""
+        self._sum = self._keep * self._sum + value
+        self._count = self._keep * self._count + 1
+
+    @property
+    def value(self) -> float:
+        """The average."""
+        return self._sum / self._count
+
+
 class Running:
     """All factors, fed step by step."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = costs
+    def __init__(self, costs: Costs, copies: bool = False) -> None:
+        self._costs, self._copies = costs, copies
         self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
         self._rejections = {True: Ratio(8, 400), False: Ratio(8, 400)}
+        self._copied = {drafting: (Mean(share, 20, 200), Mean(tau, 5, 100)) for drafting, share, tau in COPIED}
         self._target = Ratio(3, 40)
         self._drafting = Ratio(3, 60)
         self._cells: dict[tuple[int, int], Ratio] = {}
@@ -91,7 +119,11 @@ class Running:
     @property
     def corrections(self) -> Corrections:
         """Factors on rates."""
-        return Corrections(self._misses.value, self._rejections[True].value, self._rejections[False].value)
+        known = Corrections(self._misses.value, self._rejections[True].value, self._rejections[False].value)
+        if not self._copies:
+            return known
+        copied = {drafting: Copied(share.value, tau.value) for drafting, (share, tau) in self._copied.items()}
+        return replace(known, copied=copied[True], copied_alone=copied[False])
 
     @property
     def pace(self) -> Pace:
@@ -105,19 +137,33 @@ class Running:
             self._see_block(verification, step, recorded)
         if step.ahead is not None and step.ahead.num_outcomes:
             self._see_answers(step.answers, step.ahead, recorded)
+        if step.choice is not None:
+            self._see_copies(step, step.choice)
         if step.seconds is not None:
             self._see_times(step, recorded)
 
     def _see_block(self, verification: Verification, step: Step, recorded: Plan) -> None:
         was_hit = verification.origin is Origin.HIT
         source = step.ahead if was_hit else step.choice
-        if source is None:
+        if source is None or step.choice is None or verification.origin is Origin.COPIED:
             return
         passes = (source.jacobi_passes, source.context_refreshes) if source.num_outcomes else None
         rounds, last = recorded.rounds(passes, was_hit), recorded.acceptance.num_draft_tokens
-        reached = min(verification.num_accepted + 1, verification.num_verified)
+        # What is left off as too improbable counts as rejected: no tokens come of it.
+        whole = max(min(source.num_draft_tokens, step.choice.num_draft_tokens), verification.num_verified)
+        reached = min(verification.num_accepted + 1, whole)
         predicted = sum(rounds.rejection(min(i, last)) for i in range(1, reached + 1))
-        self._rejections[was_hit].add(float(verification.num_accepted < verification.num_verified), predicted)
+        self._rejections[was_hit].add(float(verification.num_accepted < whole), predicted)
+
+    def _see_copies(self, step: Step, choice: RoundChoice) -> None:
+        share, tau = self._copied[choice.num_draft_tokens > 0]
+        # Where nothing is drafted, a request that has no copy has no answer.
+        blocks = len(step.answers) if choice.num_draft_tokens else step.batch
+        if blocks:
+            share.add(sum(origin is Origin.COPIED for origin in step.answers) / blocks)
+        for origin, _, num_accepted in step.verifications:
+            if origin is Origin.COPIED:
+                tau.add(num_accepted + 1)
 
     def _see_answers(self, answers: Sequence[Origin], choice: RoundChoice, recorded: Plan) -> None:
         """Whether outcomes had been foreseen; a first block says nothing of it."""
@@ -143,7 +189,7 @@ class Running:
 
     def _see_drafting(self, step: Step, choice: RoundChoice, verify: float, said: Prediction) -> None:
         """The wait for answers tells how long drafting takes, unless it was hidden as expected."""
-        missed = sum(origin is not Origin.HIT for origin in step.answers)
+        missed = sum(origin in (Origin.FIRST, Origin.FALLBACK) for origin in step.answers)
         fallback = self._costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
         answer, wait = fallback + self._costs.comm, step.exposed
         if not self._costs.concurrent:

@@ -20,6 +20,7 @@ from vllm_jetspecpp.foresight.outcome_cache import OutcomeCache
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector
 from vllm_jetspecpp.models.calibration import Calibration, load_calibration
 from vllm_jetspecpp.models.networks import Networks, load_networks
+from vllm_jetspecpp.runtime.block_choice import BlockChoice, Offer
 from vllm_jetspecpp.runtime.cached_prefixes import CachedPrefixes
 from vllm_jetspecpp.runtime.request_states import Parts, RequestStates
 from vllm_jetspecpp.runtime.slot_history import SlotHistory
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NO_CONFIDENCE = -30.0
 """Log of a probability that counts as none."""
+FALLBACK_MEMORY = 50.0
+"""Fallback blocks after which an old one counts 1/e."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,15 @@ class UnderVerification:
 
     slot: int
     anchor_position: int
-    block: DraftBlock  # all its drafts, even where fewer were handed out
+    offer: Offer
+    """All its drafts, even where fewer were handed out."""
     num_verified: int
     """Tokens handed out."""
+
+    @property
+    def block(self) -> DraftBlock:
+        """See ``offer``."""
+        return self.offer.block
 
 
 class DraftEngine:
@@ -63,13 +72,17 @@ class DraftEngine:
     def _setup(self, config: EngineConfig, nets: Networks, calibration: Calibration | None) -> None:
         self.config, self.nets = config, nets
         self.selector = OutcomeSelector(config.round, calibration, nets.target.embedding.device)
-        self._round, self._ahead = config.round, True
+        self._round, self._drafting, self._ahead = config.round, True, True
         self._shapes: dict[RoundChoice, tuple[RoundConfig, OutcomeSelector]] = {}
         sizes = (config.num_slots, config.max_model_len)
         self.states = RequestStates(nets, *sizes, config.round.block_size, config.window)
         self.history = SlotHistory(*sizes)
         self.prefixes = CachedPrefixes(self.states, self.history, config.prefix_store_bytes)
         self.cache = OutcomeCache()
+        self.blocks = BlockChoice()
+        self._least = 0.0
+        self._fallback_worth = 1.0
+        """Tokens accepted of a block that is drafted after a miss, going by those of late."""
         self._uncommitted: tuple[Verified, ...] = ()
         self._committed = Parts.ALL
         """Parts that have the states of ``_uncommitted``."""
@@ -80,28 +93,65 @@ class DraftEngine:
 
     @torch.inference_mode()
     def answer(self, batch: VerifiedBatch) -> DraftBatch:
-        """A block for every request that wants one: from the cache where its outcome was foreseen, else J_0."""
+        """A block for every request that wants one: from the cache where its outcome was foreseen, else J_0.
+
+        With ``copy_drafts`` also copied ones: instead of either where they promise more.
+        """
         self._choose(batch.choice)
+        self._least = batch.min_accept_prob
         self._take(batch)
         wanting = [r for r in batch.requests if r.wants_draft and r.max_draft_tokens > 0]
-        blocks = {r.slot: block for r in wanting if (block := self._lookup(r)) is not None}
-        origins = dict.fromkeys(blocks, Origin.HIT)
-        missed = [r for r in wanting if r.slot not in blocks]
+        offers = {r.slot: offer for r in wanting if (offer := self._offer(r)) is not None}
+        missed = [r for r in wanting if r.slot not in offers] if self._drafting else []
         if missed:
             # All that a first pass reads; the rest is written when the answer is on its way.
             self._commit(Parts.ALL if self.config.round.fallback_refreshes else Parts.DRAFT_MODEL)
-            origins |= {r.slot: Origin.FIRST if r.num_accepted == NO_BLOCK else Origin.FALLBACK for r in missed}
-            blocks |= self._fallback(missed)
-        self._next = [self._under_verification(r, blocks[r.slot]) for r in wanting]
+            offers |= self._fallback_offers(missed)
+        self._next = [self._under_verification(r, offers[r.slot]) for r in wanting if r.slot in offers]
         self._under |= {under.slot: under for under in self._next}
-        drafts = [
-            Draft(r.slot, blocks[r.slot].tokens[: r.max_draft_tokens], origins[r.slot], self._num_missing(r))
-            if r.slot in blocks
-            else Draft(r.slot, (), Origin.NONE)
-            for r in batch.requests
-            if r.wants_draft
-        ]
+        answers = {under.slot: under for under in self._next}
+        drafts = (self._draft(r, answers.get(r.slot)) for r in batch.requests if r.wants_draft)
         return DraftBatch(batch.step, tuple(drafts))
+
+    def _offer(self, request: Verified) -> Offer | None:
+        """The best block that is there without drafting; None if drafting one now promises more."""
+        held = self._lookup(request) if self._drafting else None
+        offer = None if held is None else self.blocks.drafted(held, Origin.HIT)
+        copied = self._copied(request)
+        if copied is None:
+            return offer
+        if offer is None:
+            beats = self._fallback_worth if self._drafting else 0.0
+        else:
+            beats = offer.expected(self._num_worth(offer, request))
+        return copied if copied.expected(self._num_worth(copied, request)) > beats else offer
+
+    def _copied(self, request: Verified) -> Offer | None:
+        if not self.config.round.copy_drafts:
+            return None
+        count = min(request.max_draft_tokens, self.config.round.num_draft_tokens)
+        return self.blocks.copied(self.history.tokens(request.slot), count)
+
+    def _fallback_offers(self, missed: list[Verified]) -> dict[int, Offer]:
+        blocks, offers = self._fallback(missed), {}
+        for request in missed:
+            origin = Origin.FIRST if request.num_accepted == NO_BLOCK else Origin.FALLBACK
+            offer = offers[request.slot] = self.blocks.drafted(blocks[request.slot], origin)
+            expected = offer.expected(self._num_worth(offer, request))
+            self._fallback_worth += (expected - self._fallback_worth) / FALLBACK_MEMORY
+        return offers
+
+    def _num_worth(self, offer: Offer, request: Verified) -> int:
+        """Tokens of an offer that are handed out."""
+        copied = offer.origin is Origin.COPIED
+        limit = self.config.round.num_draft_tokens if copied else self._round.num_draft_tokens
+        return offer.num_worth(self._least, min(limit, request.max_draft_tokens))
+
+    def _draft(self, request: Verified, under: UnderVerification | None) -> Draft:
+        if under is None:
+            return Draft(request.slot, (), Origin.NONE)
+        tokens = under.block.tokens[: under.num_verified]
+        return Draft(request.slot, tokens, under.offer.origin, self._num_missing(request))
 
     def _choose(self, choice: RoundChoice | None) -> None:
         """The shape of this step's round: the worker's choice, or the one of the start."""
@@ -111,12 +161,14 @@ class DraftEngine:
             limits = self.config.round
             if choice.num_draft_tokens > limits.num_draft_tokens or choice.num_outcomes > limits.num_outcomes:
                 raise ValueError(f"a round of {choice} is larger than the one of the start, {limits}")
-            # B = 0 has no selector: nothing is drafted ahead.
-            shape = replace(limits, **choice._asdict() | {"num_outcomes": max(choice.num_outcomes, 1)})
+            # With B = 0 nothing is drafted ahead, with γ = 0 nothing at all: neither has a shape.
+            least = {name: max(getattr(choice, name), 1) for name in ("num_draft_tokens", "num_outcomes")}
+            shape = replace(limits, **choice._asdict() | least)
             selector = OutcomeSelector(shape, self.selector.calibration, self.states.device)
             self._shapes[choice] = shape, selector
         self._round, self.selector = self._shapes[choice]
-        self._ahead = choice.num_outcomes > 0
+        self._drafting = choice.num_draft_tokens > 0
+        self._ahead = self._drafting and choice.num_outcomes > 0
 
     def _take(self, batch: VerifiedBatch) -> None:
         """What the message says, before anything is asked of it."""
@@ -127,6 +179,7 @@ class DraftEngine:
         for request in batch.requests:
             if request.reset:
                 self._forget(request.slot)
+            self._settle(request)
             self.states.set_tokens(request.slot, request.token_start, request.tokens)
             self.history.set_tokens(request.slot, request.token_start, request.tokens)
             if not self.prefixes.restore(request):
@@ -136,6 +189,14 @@ class DraftEngine:
         self._committed = Parts(0)
         if waiting and len(batch.requests) > 1:
             self._commit_in_turn(waiting)
+
+    def _settle(self, request: Verified) -> None:
+        """Learn how the block that was handed out did."""
+        under = self._under.get(request.slot)
+        if under is None or request.num_accepted == NO_BLOCK:
+            return
+        if under.anchor_position == request.anchor_position - request.num_accepted - 1:
+            self.blocks.settle(under.offer, request.num_accepted, request.num_verified)
 
     def _commit_in_turn(self, waiting: list[Verified]) -> None:
         """Commit a message some of whose requests have a prefix that others of it compute in this very step."""
@@ -161,7 +222,11 @@ class DraftEngine:
         if not under or not self._ahead:
             return
         slots = [u.slot for u in under]
-        blocks = [filled(u.block, self._round.num_draft_tokens) for u in under]
+        # Two shapes: where more was handed out than the round drafts, all of that may be accepted.
+        size = self._round.num_draft_tokens
+        if any(u.num_verified > size for u in under):
+            size = self.config.round.num_draft_tokens
+        blocks = [filled(u.block, size) for u in under]
         for u, block in zip(under, blocks, strict=True):
             self.states.set_tokens(u.slot, u.anchor_position + 1, torch.tensor(block.tokens))
         prefix = self.states.prefix(slots, [u.anchor_position for u in under])
@@ -206,10 +271,8 @@ class DraftEngine:
             return None
         return DraftBlock(tokens[k + 1 :], confidence[k + 1 :])
 
-    @staticmethod
-    def _under_verification(request: Verified, block: DraftBlock) -> UnderVerification:
-        num_verified = min(len(block.tokens), request.max_draft_tokens)
-        return UnderVerification(request.slot, request.anchor_position, block, num_verified)
+    def _under_verification(self, request: Verified, offer: Offer) -> UnderVerification:
+        return UnderVerification(request.slot, request.anchor_position, offer, self._num_worth(offer, request))
 
     def _num_missing(self, request: Verified) -> int:
         return self.history.num_missing(request.slot, request.anchor_position)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -25,9 +26,10 @@ MAX_WIDTH = 1 << 24
 
 _VERIFIED_MAGIC = 0x4A53_5050_0001
 _DRAFT_MAGIC = 0x4A53_5050_0002
-_VERIFIED_HEADER = struct.Struct("=11q")
-"""Magic, total bytes, step, requests, released, overwritten, cache block size; γ, B, J and R of the round."""
-_NO_CHOICE = (0, 0, 0, 0)
+_VERIFIED_HEADER = struct.Struct("=11qd")
+"""Magic, total bytes, step, requests, released, overwritten, cache block size; γ, B, J and R of the round; the least
+probability of acceptance."""
+_NO_CHOICE = (-1, -1, -1, -1)
 _REQUEST = struct.Struct("=13q")
 _DRAFT_HEADER = struct.Struct("=4q")  # magic, total bytes, step, drafts
 _DRAFT = struct.Struct("=4q")  # slot, origin, tokens, positions without states
@@ -64,8 +66,9 @@ def encode_verified(batch: VerifiedBatch, buffer: memoryview) -> None:
         ValueError: a dtype or shape that ``transport/messages.py`` does not allow.
     """
     counts = (len(batch.requests), len(batch.released), len(batch.overwritten), batch.cache_block_size)
-    choice = batch.choice or _NO_CHOICE
-    _VERIFIED_HEADER.pack_into(buffer, 0, _VERIFIED_MAGIC, len(buffer), batch.step, *counts, *choice)
+    choice = _NO_CHOICE if batch.choice is None else batch.choice
+    fields = (_VERIFIED_MAGIC, len(buffer), batch.step, *counts, *choice, batch.min_accept_prob)
+    _VERIFIED_HEADER.pack_into(buffer, 0, *fields)
     at = _put_int64s(batch.released, buffer, _VERIFIED_HEADER.size)
     at = _put_int64s(batch.overwritten, buffer, at)
     for request in batch.requests:
@@ -85,7 +88,7 @@ def decode_verified(buffer: memoryview) -> VerifiedBatch:
     """
     reader = _Reader(buffer)
     magic, total, step, *counts = reader.fields(_VERIFIED_HEADER)
-    num_requests, num_released, num_overwritten, block_size, *round_shape = counts
+    num_requests, num_released, num_overwritten, block_size, *round_shape, least = counts
     _check_header(magic == _VERIFIED_MAGIC and total == len(buffer), "VerifiedBatch", magic, total, len(buffer))
     released, overwritten = reader.int64s(num_released), reader.int64s(num_overwritten)
     records = list(reader.records(_REQUEST, num_requests))
@@ -93,7 +96,9 @@ def decode_verified(buffer: memoryview) -> VerifiedBatch:
     reader.finish()
     if block_size < 0:
         raise ValueError(f"message names a cache block of {block_size} positions")
-    return VerifiedBatch(step, requests, released, overwritten, block_size, _read_choice(*round_shape))
+    if not 0 <= least < 1:
+        raise ValueError(f"message names a probability of {least}")
+    return VerifiedBatch(step, requests, released, overwritten, block_size, _read_choice(*round_shape), least)
 
 
 def draft_bytes(batch: DraftBatch) -> int:
@@ -179,7 +184,7 @@ def _read_choice(gamma: int, outcomes: int, passes: int, refreshes: int) -> Roun
     if choice == _NO_CHOICE:
         return None
     if not (
-        1 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 0 <= refreshes <= passes <= MAX_PASSES
+        0 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 0 <= refreshes <= passes <= MAX_PASSES
     ):
         raise ValueError(f"message names an impossible round: {tuple(choice)}")
     return choice
@@ -217,7 +222,7 @@ class _Reader:
         self._at = end
         return start
 
-    def fields(self, layout: struct.Struct) -> tuple[int, ...]:
+    def fields(self, layout: struct.Struct) -> tuple[Any, ...]:
         return layout.unpack_from(self._buffer, self._take(layout.size))
 
     def records(self, layout: struct.Struct, count: int) -> Iterator[tuple[int, ...]]:

@@ -69,6 +69,9 @@ class VerifiedBatch:
     """Positions in a block of vLLM's KV cache; 0: no block ids are sent, and no prefix is kept."""
     choice: RoundChoice | None = None
     """Shape of this step's round, γ and B at most those the draft process was started with; None: just those."""
+    min_accept_prob: float = 0.0
+    """Draft tokens that will be accepted less probably than this, going by running averages, are not handed out, but
+    for the first of a block."""
 
     @property
     def wants_reply(self) -> bool:
@@ -82,7 +85,7 @@ class Draft:
 
     slot: int
     tokens: tuple[int, ...]
-    """At most γ draft tokens, the anchor not included."""
+    """At most γ draft tokens, the anchor not included; copied ones can be more, as ``max_draft_tokens`` allows."""
     origin: Origin
     num_missing: int = 0
     """Positions before the anchor whose states the draft process never got: it drafted without them."""

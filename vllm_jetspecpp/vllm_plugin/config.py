@@ -21,6 +21,7 @@ from vllm_jetspecpp.config import (
     RoundConfig,
     check_choice,
     check_draft_weights,
+    check_probability,
     check_range,
     nearest,
     resolve_class,
@@ -70,6 +71,12 @@ class JetSpecConfig(SpeculativeConfig):
     """J, refinement passes of each draft, or ``auto``."""
     context_refreshes: int | str = DEFAULT_SHAPE[2]
     """R ≤ J, context refreshes, one before each of the first R passes, or ``auto``."""
+    copy_drafts: bool = False
+    """Hand out tokens copied from the request itself, from after the last place where its latest tokens stood, where
+    they promise more than drafted ones (prompt lookup, not the paper's). At most ``num_speculative_tokens``."""
+    min_accept_prob: float | str = AUTO
+    """Draft tokens that will be accepted less probably than this, going by running averages, are not verified, but for
+    the first of a block; 0 verifies whole blocks. ``auto``: where it pays by the planner's times, and 0 without it."""
     plan_profile: str | None = None
     """With ``auto``: file of times that ``jetspecpp plan --save`` wrote, instead of measuring at each start."""
     selection: str = AUTO
@@ -139,6 +146,11 @@ class JetSpecConfig(SpeculativeConfig):
                 raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
         if self.draft_slots is not None:
             check_range("draft_slots", self.draft_slots, 1, MAX_DRAFT_SLOTS)
+        if self.min_accept_prob != AUTO:
+            if isinstance(self.min_accept_prob, str):
+                near = nearest(self.min_accept_prob, [AUTO])
+                raise ValueError(f"min_accept_prob must be a number or {AUTO!r}, got {self.min_accept_prob!r}{near}")
+            check_probability("min_accept_prob", self.min_accept_prob)
         check_range("prefix_store_mib", self.prefix_store_mib, 0, MAX_PREFIX_STORE_MIB)
         if self.trace_directory is not None:
             check_directory(self.trace_directory)
@@ -194,7 +206,9 @@ class JetSpecConfig(SpeculativeConfig):
     def plan_options(self, acceptance: Acceptance) -> Options:
         """What the planner may choose from."""
         given = (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
-        return Options.within(acceptance, self.num_speculative_tokens, *(None if g == AUTO else int(g) for g in given))
+        outcomes, passes, refreshes = (None if g == AUTO else int(g) for g in given)
+        gamma = self.num_speculative_tokens
+        return Options.within(acceptance, gamma, outcomes, passes, refreshes, copies=self.copy_drafts)
 
     def _check_plan(self) -> None:
         if not self.planned:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_jetspecpp.config import AUTO
 from vllm_jetspecpp.draft_process.client import DraftClient
 from vllm_jetspecpp.planning.planner import FixedChoice
 from vllm_jetspecpp.planning.running import Verification
@@ -97,6 +98,9 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         spec = vllm_config.speculative_config
         self.num_draft_tokens: int = spec.num_speculative_tokens
+        self.copy_drafts: bool = spec.copy_drafts
+        self.min_accept_prob: float | None = None if spec.min_accept_prob == AUTO else spec.min_accept_prob
+        """None: the planner's."""
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.client: DraftClient | None = None
         """None on ranks that do not draft, and before the worker has set it."""
@@ -139,7 +143,7 @@ class Proposer:
         choice = None
         if self.planning is not None:
             choice = self._choose(self.planning, verified)
-            allowed = min(allowed, choice.num_draft_tokens if choice is not None else 0)
+            allowed = self._allowed(allowed, choice)
         if not self.client.ready():
             return
         generation = self.client.generation
@@ -181,6 +185,12 @@ class Proposer:
         if going_on:
             self.statistics.chosen(choice)
         return choice
+
+    def _allowed(self, allowed: int, choice: RoundChoice | None) -> int:
+        """Draft tokens of a request under ``choice``: copied ones can be more than the round drafts."""
+        if choice is None:
+            return 0
+        return allowed if self.copy_drafts else min(allowed, choice.num_draft_tokens)
 
     def _message(
         self, rows: VerifiedRows, state: SlotState, states: torch.Tensor, had_block: bool, limit: int, fresh: bool
@@ -232,15 +242,20 @@ class Proposer:
             return
         assert self.client is not None
         self._step += 1
-        batch = VerifiedBatch(
-            self._step, tuple(messages), tuple(sorted(released)), tuple(overwritten), self.cache_block_size, choice
-        )
+        slots = tuple(sorted(released)), tuple(overwritten)
+        least = self._least_probability()
+        batch = VerifiedBatch(self._step, tuple(messages), *slots, self.cache_block_size, choice, least)
         if not self.client.send(batch):
             self._expected = {}
             return  # the next draft process is of another generation: it is sent everything
         self._released.clear()
         for state, message in zip(told, messages, strict=True):
             state.generation, state.num_sent = generation, message.anchor_position + 1
+
+    def _least_probability(self) -> float:
+        if self.min_accept_prob is not None:
+            return self.min_accept_prob
+        return 0.0 if self.planning is None else self.planning.min_accept_prob
 
     def collect(self, request_ids: Sequence[str]) -> list[list[int]]:
         """Drafts for the next step, one list for each request in the given order; empty where there is none.

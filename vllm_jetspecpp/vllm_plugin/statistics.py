@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_jetspecpp.types import NO_DRAFTING, Origin, RoundChoice
 
-DRAFTED_ORIGINS = (Origin.FIRST, Origin.HIT, Origin.FALLBACK)
+DRAFTED_ORIGINS = (Origin.FIRST, Origin.HIT, Origin.FALLBACK, Origin.COPIED)
 
 
 def _per_origin() -> dict[str, int]:

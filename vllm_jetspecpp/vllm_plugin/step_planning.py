@@ -19,6 +19,8 @@ class StepPlanning:
 
     def __init__(self, planner: Planner | FixedChoice) -> None:
         self.planner = planner
+        self.min_accept_prob = 0.0
+        """Least probability of acceptance of a draft token that is worth verifying in the next step."""
         self._choice: RoundChoice | None = None
         self._ahead: RoundChoice | None = None
         self._answers: list[Origin] = []
@@ -57,6 +59,7 @@ class StepPlanning:
     def choose(self, batch: int, drafted: int) -> RoundChoice | None:
         """For the next step of ``batch`` requests, ``drafted`` of which may get drafts."""
         self._ahead, self._choice = self._choice, self.planner.choose(batch, drafted)
+        self.min_accept_prob = self.planner.min_accept_prob(batch, drafted)
         self._answers = []
         return self._choice
 
