@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_jetspecpp.types import ALL_OUTCOMES
+
 MAX_DRAFT_TOKENS = 63
-MAX_OUTCOMES = 64
+MAX_OUTCOMES = ALL_OUTCOMES
 MAX_PASSES = 16
 AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED = "auto", "calibrated", "conformal", "uncalibrated"
 SELECTIONS = (AUTO, CALIBRATED, CONFORMAL, UNCALIBRATED)
@@ -87,6 +89,8 @@ class RoundConfig:
     """J, refinement passes after the initial draft (Eq. 8)."""
     context_refreshes: int = 1
     """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
+    num_refined: int = MAX_OUTCOMES
+    """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft. B or more: all."""
     selection: str = AUTO
     """How outcomes are scored: ``calibrated`` by Eq. 12, ``conformal`` too but only above the threshold,
     ``uncalibrated`` by Eq. 6, ``auto`` calibrated where the checkpoint is."""
@@ -104,6 +108,7 @@ class RoundConfig:
     def __post_init__(self) -> None:
         check_range("num_speculative_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         check_range("num_outcomes", self.num_outcomes, 1, MAX_OUTCOMES)
+        check_range("num_refined", self.num_refined, 1, MAX_OUTCOMES)
         for passes, refreshes in (("jacobi_passes", "context_refreshes"), ("fallback_passes", "fallback_refreshes")):
             given = {name: getattr(self, name) for name in (passes, refreshes)}
             for name, value in given.items():

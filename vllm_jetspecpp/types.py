@@ -24,6 +24,8 @@ class DraftBlock(NamedTuple):
     """Log of the draft model's largest probability at each of them; scores of outcomes read it."""
 
 
+ALL_OUTCOMES = 64
+"""As many as a round can have."""
 NO_DRAFTING = "no drafting"
 """What people read where there is no :class:`RoundChoice`."""
 COPIES_ALONE = "copied drafts alone"
@@ -41,12 +43,16 @@ class RoundChoice(NamedTuple):
     """J."""
     context_refreshes: int
     """R ≤ J."""
+    num_refined: int = ALL_OUTCOMES
+    """Outcomes, the likeliest ones, whose drafts are refined; B or more: all."""
 
     def __str__(self) -> str:
-        """``γ7 B4 J1-R1``."""
+        """``γ7 B4 J1-R1``, or ``γ7 B4 J1-R1 of 2`` where two of the four are refined."""
         if not self.num_draft_tokens:
             return COPIES_ALONE
-        return f"γ{self.num_draft_tokens} B{self.num_outcomes} J{self.jacobi_passes}-R{self.context_refreshes}"
+        refined = f" of {self.num_refined}" if self.jacobi_passes and self.num_refined < self.num_outcomes else ""
+        passes = f"J{self.jacobi_passes}-R{self.context_refreshes}"
+        return f"γ{self.num_draft_tokens} B{self.num_outcomes} {passes}{refined}"
 
 
 class Origin(IntEnum):

@@ -28,6 +28,7 @@ CHOICES: tuple[RoundChoice | None, ...] = (
     None,
     None,
     RoundChoice(6, 32, 0, 0),
+    RoundChoice(7, 32, 2, 2, 3),
 )
 
 
@@ -75,6 +76,22 @@ def test_a_choice_is_the_engine_of_that_shape(tiny: Tiny) -> None:
     results = [generate(tiny.offline(), engine, prompt, max_tokens=50) for engine in (alone, chosen)]
     assert results[0].rounds == results[1].rounds
     assert len(chosen.engine.cache._slots[0].blocks) <= 3
+
+
+def test_refined_outcomes_are_those_of_a_full_round(tiny: Tiny) -> None:
+    """Of eight outcomes three are refined: their blocks are those of a round that refines all, the others J_0's."""
+    prompt = random_tokens(12, seed=3)
+    shapes = (RoundChoice(4, 8, 2, 1), RoundChoice(4, 8, 0, 0), RoundChoice(4, 8, 2, 1, 3))
+    made = []
+    for shape in shapes:
+        engine = tiny.engine(RoundConfig(*shape))
+        generate(tiny.offline(), engine, prompt, max_tokens=2)  # one round after the prompt
+        made.append(list(engine.cache._slots[0].blocks.items()))
+    refined, plain, some = ([(outcome, block.tokens) for outcome, block in blocks] for blocks in made)
+    assert some == [*refined[:3], *plain[3:]] and len(some) == 8
+    assert refined[:3] != plain[:3] and refined[3:] != plain[3:]
+    for (_, block), (_, expected) in zip(made[2], [*made[0][:3], *made[1][3:]], strict=True):
+        assert block.confidence == pytest.approx(expected.confidence, rel=1e-4)
 
 
 def test_in_line_drafts_nothing_ahead(tiny: Tiny) -> None:

@@ -107,9 +107,12 @@ def test_wrong_dtypes_are_refused(wrong):
 
 
 # Fields of the header and of the first request: magic, total, step, requests, released, overwritten, block size; γ, B,
-# J, R of the round; least probability | slot, token start, tokens, state start, states, width, dtype, accepted,
-# verified, room, flags, first block, blocks.
-@pytest.mark.parametrize("field", [0, 1, 3, 4, 5, 7, 8, 9, 10, 12 + 2, 12 + 4, 12 + 5, 12 + 6, 12 + 12])
+# J, R and refined outcomes of the round; least probability | slot, token start, tokens, state start, states, width,
+# dtype, accepted, verified, room, flags, first block, blocks.
+DAMAGED = [0, 1, 3, 4, 5, 7, 8, 9, 10, 11, 13 + 2, 13 + 4, 13 + 5, 13 + 6, 13 + 12]
+
+
+@pytest.mark.parametrize("field", DAMAGED)
 @pytest.mark.parametrize("value", [-1, 1 << 20, 1 << 62])
 def test_damaged_fields_are_refused(field, value):
     buffer = encoded(VerifiedBatch(5, (request(),), choice=RoundChoice(7, 4, 3, 2)))
@@ -208,7 +211,7 @@ def test_small_batches_are_not_split():
     assert split_batch(MIXED, codec.verified_bytes(MIXED)) == [MIXED]
 
 
-@pytest.mark.parametrize("max_bytes, what", [(150, "position"), (300, "anchors")])
+@pytest.mark.parametrize("max_bytes, what", [(150, "position"), (320, "anchors")])
 def test_too_small_a_ring_is_refused(max_bytes, what):
     with pytest.raises(ValueError, match=what):
         split_batch(MIXED, max_bytes)

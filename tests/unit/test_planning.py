@@ -53,7 +53,7 @@ def random_acceptance(rng: random.Random, gamma: int = 15) -> Acceptance:
 
 def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -> float:
     """Tokens a second by Eq. 4, written down anew: expectations over accepted lengths, hits by iterating the chain."""
-    gamma, b, j, r = choice
+    gamma, b, j, r, m = choice
 
     def tau(rounds: Rounds) -> float:
         return sum(n * (min(k, gamma) + 1) for k, n in enumerate(rounds.accepted)) / sum(rounds.accepted)
@@ -61,14 +61,20 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
     size = gamma + 1
     verify = costs.verify(batch, size)
     if b:
-        hit, miss = acceptance.after_hit[j, r], acceptance.after_miss[j, r]
-        found = [sum(rounds.ranks[:b]) / sum(rounds.accepted) for rounds in (hit, miss)]
-        p = 0.5
+        m = min(m, b)
+        kinds = [acceptance.after_hit[j, r], acceptance.after_hit[0, 0], acceptance.after_miss[j, r]]
+        shares = [1.0, 0.0, 0.0]  # of blocks refined, drafted ahead but not refined, and drafted after a miss
         for _ in range(5000):
-            p = p * found[0] + (1 - p) * found[1]
-        rows = batch * b * size
-        draft = costs.foresight(batch * size) + (j + 1) * costs.draft_pass(rows) + r * costs.refresh(rows)
-        mean = p * tau(hit) + (1 - p) * tau(miss)
+            refined, plain = (
+                sum(s * sum(k.ranks[a:z]) / sum(k.accepted) for s, k in zip(shares, kinds, strict=True))
+                for a, z in ((0, m), (m, b))
+            )
+            shares = [refined, plain, 1 - refined - plain]
+        p = shares[0] + shares[1]
+        rows, refined_rows = batch * b * size, batch * m * size
+        draft = costs.foresight(batch * size) + costs.draft_pass(rows)
+        draft += j * costs.draft_pass(refined_rows) + r * costs.refresh(refined_rows)
+        mean = sum(share * tau(kind) for share, kind in zip(shares, kinds, strict=True))
     else:
         p, draft, mean = 0.0, 0.0, tau(acceptance.in_line)
 
@@ -96,7 +102,7 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
 def test_choice_is_the_brute_force_optimum(seed: int) -> None:
     rng = random.Random(seed)
     costs, acceptance, batch = random_costs(rng), random_acceptance(rng), rng.choice((1, 2, 3, 8, 16))
-    options = Options.within(acceptance, rng.choice((3, 7, 15)))
+    options = Options.within(acceptance, rng.choice((3, 7, 15)), num_refined=rng.choice((None, 3, 64)))
     plan = Plan(costs, acceptance, options)
     plain = batch / costs.verify(batch, 1)
     speeds = {choice: eq4(costs, acceptance, batch, choice) for choice in options.choices}
@@ -222,7 +228,7 @@ class World:
         for _ in range(batch):
             origin, rounds = Origin.FALLBACK, self.acceptance.in_line
             if ahead is not None and ahead.num_outcomes:
-                passes = ahead[2:]
+                passes = ahead[2:4]
                 before = (self.acceptance.after_hit if hit else self.acceptance.after_miss)[passes]
                 origin = Origin.FALLBACK if self.rng.random() < before.miss_rate(ahead[1]) else Origin.HIT
                 rounds = (self.acceptance.after_hit if origin is Origin.HIT else self.acceptance.after_miss)[passes]

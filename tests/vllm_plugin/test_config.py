@@ -190,6 +190,8 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
         ({"jacobi_passes": "aut"}, "jacobi_passes must be an integer or 'auto', got 'aut' (did you mean 'auto'?)"),
         ({"num_outcomes": 65, "jacobi_passes": "auto"}, "num_outcomes must be an integer from 1 to 64, got 65"),
         ({"context_refreshes": "auto", "jacobi_passes": 17}, "jacobi_passes must be an integer from 0 to 16, got 17"),
+        ({"num_refined": 0}, "num_refined must be an integer from 1 to 64, got 0"),
+        ({"num_refined": "al"}, "num_refined must be an integer or 'auto', got 'al'"),
         ({"copy_drafts": "perhaps"}, "copy_drafts: Input should be a valid boolean"),
         ({"min_accept_prob": "aut"}, "min_accept_prob must be a number or 'auto', got 'aut' (did you mean 'auto'?)"),
         ({"min_accept_prob": 1.0}, "min_accept_prob must be a number from 0 to below 1, got 1.0"),

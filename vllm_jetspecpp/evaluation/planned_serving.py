@@ -110,7 +110,7 @@ def shortlist(rows: Sequence[Prediction], count: int = 10) -> list[Prediction]:
     best: dict[tuple[int, ...], Prediction] = {}
     for row in candidates:
         assert row.choice is not None
-        key = row.choice[1:]
+        key = row.choice[1:4]
         if key not in best or row.throughput > best[key].throughput:
             best[key] = row
     ordered = sorted(best.values(), key=lambda row: -row.throughput)[:count]

@@ -160,6 +160,7 @@ def draft_refined(
     passes: int,
     refreshes: int,
     replacement: bool = True,
+    num_refined: int | None = None,
 ) -> Blocks:
     """Initial draft, then ``passes`` Jacobi passes (Eq. 8), a context refresh before each of the first ``refreshes``.
 
@@ -169,15 +170,40 @@ def draft_refined(
         context: what stands before the blocks.
         before: mask pieces over ``context``, each [rows, blocks * T, keys].
         replacement: whether a refresh also writes and fixes tokens.
+        num_refined: so many blocks of each row, the first ones, are refined; None: all.
     """
     _, count, size = blocks.tokens.shape
     masks = branch_masks(count, size, blocks.tokens.device)
     positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
     fixed = torch.zeros_like(anchor)
     whole = torch.cat([*before, masks.own(fixed)], dim=-1)
-    reads, seen = context.draft_model, before
-    blocks = draft_pass(nets, blocks, positions, fixed, reads, whole)
+    blocks = draft_pass(nets, blocks, positions, fixed, context.draft_model, whole)
+    if not passes or num_refined is None or num_refined >= count:
+        return _refine(nets, blocks, anchor, context, before, passes, refreshes, replacement)
+    first = Blocks(*(values[:, :num_refined] for values in blocks))
+    rest = Blocks(*(values[:, num_refined:] for values in blocks))
+    before = [piece[:, : num_refined * size] for piece in before]
+    first = _refine(nets, first, anchor[:, :num_refined], context, before, passes, refreshes, replacement)
+    return Blocks(*(torch.cat(pair, dim=1) for pair in zip(first, rest, strict=True)))
 
+
+def _refine(
+    nets: Networks,
+    blocks: Blocks,
+    anchor: Tensor,
+    context: Context,
+    before: list[Tensor],
+    passes: int,
+    refreshes: int,
+    replacement: bool,
+) -> Blocks:
+    """The passes after the first; arguments as of :func:`draft_refined`, ``blocks`` drafted once."""
+    _, count, size = blocks.tokens.shape
+    masks = branch_masks(count, size, blocks.tokens.device)
+    positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
+    fixed = torch.zeros_like(anchor)
+    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
+    reads, seen = context.draft_model, before
     for iteration in range(1, passes + 1):
         if iteration <= refreshes:
             refresh = simulate_verification(nets, blocks.tokens.flatten(1), positions, context, whole)
@@ -253,8 +279,10 @@ def draft_outcomes(
     before = [masks.prefix(prefix.mask), masks.predicted(outcomes.num_accepted, foresight.log_probs.shape[1])]
     blocks = noised_blocks(prefix, bonus_tokens, anchor, config.num_draft_tokens)
     passes, refreshes = config.jacobi_passes, config.context_refreshes
-    replacement = config.anchor_replacement
-    return draft_refined(nets, blocks, anchor, context, before, passes, refreshes, replacement).drafts()
+    refined = draft_refined(
+        nets, blocks, anchor, context, before, passes, refreshes, config.anchor_replacement, config.num_refined
+    )
+    return refined.drafts()
 
 
 def predraft(

@@ -9,8 +9,9 @@ many of its drafts are accepted and how well its end is foreseen depend on that.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Self
 
 from vllm_jetspecpp.config import MAX_DRAFT_TOKENS, MAX_OUTCOMES, MAX_PASSES, check_keys, check_range
@@ -42,6 +43,17 @@ class Rounds:
     def miss_rate(self, num_outcomes: int) -> float:
         """Probability that the outcome is not among the best B."""
         return 1.0 - sum(self.ranks[:num_outcomes]) / self.count
+
+
+def mixed(kinds: Sequence[Rounds], weights: Sequence[float]) -> Rounds:
+    """Rounds of which ``weights`` (in any unit) are of each kind, as shares."""
+
+    def mix(columns: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(sum(f * value for f, value in zip(factors, column, strict=True)) for column in columns)
+
+    factors = [weight / (kind.count * sum(weights)) for weight, kind in zip(weights, kinds, strict=True)]
+    accepted = mix(zip(*(kind.accepted for kind in kinds), strict=True))
+    return Rounds(accepted, mix(zip_longest(*(kind.ranks for kind in kinds), fillvalue=0.0)))
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,9 @@ class Costs:
             return 0.0
         size = choice.num_draft_tokens + 1
         rows = drafted * choice.num_outcomes * size
-        passes = (choice.jacobi_passes + 1) * self.draft_pass(rows)
-        return self.foresight(drafted * size) + passes + choice.context_refreshes * self.refresh(rows)
+        refined = drafted * min(choice.num_refined, choice.num_outcomes) * size
+        passes = self.draft_pass(rows) + choice.jacobi_passes * self.draft_pass(refined)
+        return self.foresight(drafted * size) + passes + choice.context_refreshes * self.refresh(refined)
 
     def overlap(self, verify: float, draft: float) -> tuple[float, float]:
         """When a target step and a round end that begin together, each with the time it takes alone.

@@ -9,19 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
-from vllm_jetspecpp.planning.acceptance import Acceptance, Passes, Rounds
+from vllm_jetspecpp.planning.acceptance import Acceptance, Passes, Rounds, mixed
 from vllm_jetspecpp.planning.costs import Costs
-from vllm_jetspecpp.types import RoundChoice
+from vllm_jetspecpp.types import ALL_OUTCOMES, RoundChoice
 
 GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 31, 47, 63)
 """Block lengths that are considered, and the longest allowed one."""
 OUTCOMES = (0, 1, 2, 4, 6, 8, 12, 16)
 """Cache sizes that are considered."""
+NOT_REFINED: Passes = (0, 0)
+MIXING_ROUNDS = 50
+"""After which shares of a chain of three kinds of blocks have long settled."""
 MARGIN_TOKENS = 7
 """Draft tokens over which the price of one more is taken."""
 MOST_MIN_ACCEPT_PROB = 0.5
+REFINED = (1, 2, ALL_OUTCOMES)
+"""Outcomes of which the drafts are refined, as considered."""
 COPIES_ALONE = RoundChoice(0, 0, 0, 0)
 """Nothing is drafted."""
 
@@ -74,6 +80,8 @@ class Options:
     """With 0, for copied drafts alone, where drafts can be copied."""
     outcomes: tuple[int, ...]
     passes: tuple[Passes, ...]
+    refined: tuple[int, ...] = (ALL_OUTCOMES,)
+    """Outcomes whose drafts are refined, fewest first."""
 
     @classmethod
     def within(
@@ -83,6 +91,7 @@ class Options:
         num_outcomes: int | None = None,
         jacobi_passes: int | None = None,
         context_refreshes: int | None = None,
+        num_refined: int | None = ALL_OUTCOMES,
         copies: bool = False,
     ) -> Options:
         """All that the statistics speak of, γ at most ``num_draft_tokens``; a number given is the only one.
@@ -104,7 +113,8 @@ class Options:
             outcomes = tuple(b for b in OUTCOMES if b <= acceptance.max_outcomes)
         else:
             outcomes = (num_outcomes,)
-        return cls(tuple(gammas), outcomes, tuple(passes))
+        refined = REFINED if num_refined is None else (num_refined,)
+        return cls(tuple(gammas), outcomes, tuple(passes), refined)
 
     @cached_property
     def choices(self) -> tuple[RoundChoice, ...]:
@@ -117,7 +127,9 @@ class Options:
             for outcomes in self.outcomes:
                 # Drafted in line there is nothing to refine ahead.
                 passes = self.passes if outcomes else ((0, 0),)
-                found += [RoundChoice(gamma, outcomes, j, r) for j, r in passes]
+                for j, r in passes:
+                    counts = dict.fromkeys(m if j and m < outcomes else ALL_OUTCOMES for m in self.refined)
+                    found += [RoundChoice(gamma, outcomes, j, r, m) for m in counts]
         return tuple(found)
 
 
@@ -164,8 +176,9 @@ class Plan:
     ) -> None:
         self.costs, self.acceptance, self.options = costs, acceptance, options
         self.corrections, self.pace = corrections or Corrections(), pace or Pace()
-        self._lengths: dict[tuple[Passes | None, bool], list[float]] = {}
-        self._hit_rates: dict[tuple[Passes, int], float] = {}
+        self._mixtures: dict[tuple[int, ...], Rounds] = {}
+        self._lengths: dict[tuple[tuple[int, ...], bool], list[float]] = {}
+        self._hit_rates: dict[tuple[int, ...], float] = {}
 
     def plain(self, batch: int) -> Prediction:
         """Decoding without drafts."""
@@ -218,37 +231,55 @@ class Plan:
         Hits follow hits more often than misses do, since a block drafted ahead is better known to those who drafted it;
         in the long run the share of hits p satisfies p = p · p(hit | hit) + (1 - p) · p(hit | miss).
         """
-        gamma = choice.num_draft_tokens
         if not choice.num_outcomes:
-            return 0.0, self._tau(None, False, gamma)
-        passes = (choice.jacobi_passes, choice.context_refreshes)
-        hit_rate = self._hit_rate(passes, choice.num_outcomes)
-        tau = hit_rate * self._tau(passes, True, gamma) + (1 - hit_rate) * self._tau(passes, False, gamma)
-        return hit_rate, tau
+            return 0.0, self._tau(choice, False)
+        hit_rate = self._hit_rate(choice)
+        return hit_rate, hit_rate * self._tau(choice, True) + (1 - hit_rate) * self._tau(choice, False)
 
-    def rounds(self, passes: Passes | None, was_hit: bool) -> Rounds:
-        """The recorded rounds that speak of a block; ``passes`` None: drafted in line."""
-        if passes is None:
+    def rounds(self, choice: RoundChoice, was_hit: bool) -> Rounds:
+        """The recorded rounds that speak of the blocks of such a shape; in line where nothing is drafted ahead."""
+        if not choice.num_outcomes:
             return self.acceptance.in_line
-        return (self.acceptance.after_hit if was_hit else self.acceptance.after_miss)[passes]
+        passes = (choice.jacobi_passes, choice.context_refreshes)
+        if not was_hit:
+            return self.acceptance.after_miss[passes]
+        if choice.num_refined >= choice.num_outcomes or NOT_REFINED not in self.acceptance.after_hit:
+            return self.acceptance.after_hit[passes]
+        key = choice[1:]
+        if key not in self._mixtures:
+            self._mixtures[key] = self._mixture(choice)
+        return self._mixtures[key]
 
-    def miss_rate(self, passes: Passes, was_hit: bool, num_outcomes: int) -> float:
+    def _mixture(self, choice: RoundChoice) -> Rounds:
+        """Of hits some are refined and some are not, by the rank of the outcome that came true: in the long run."""
+        passes, edges = (choice.jacobi_passes, choice.context_refreshes), (0, choice.num_refined, choice.num_outcomes)
+        after_hit = self.acceptance.after_hit
+        kinds = (after_hit[passes], after_hit[NOT_REFINED], self.acceptance.after_miss[passes])
+        # From a block of each kind to one of the first or second kind, else a miss.
+        to = [[sum(kind.ranks[a:b]) / kind.count for a, b in pairwise(edges)] for kind in kinds]
+        shares = [0.5, 0.3, 0.2]
+        for _ in range(MIXING_ROUNDS):
+            hits = [sum(share * row[k] for share, row in zip(shares, to, strict=True)) for k in (0, 1)]
+            shares = [*hits, 1 - sum(hits)]
+        return mixed(kinds[:2], shares[:2])
+
+    def miss_rate(self, choice: RoundChoice, was_hit: bool) -> float:
         """Probability that the end of such a block was not foreseen."""
-        return min(self.corrections.misses * self.rounds(passes, was_hit).miss_rate(num_outcomes), 1.0)
+        return min(self.corrections.misses * self.rounds(choice, was_hit).miss_rate(choice.num_outcomes), 1.0)
 
-    def _hit_rate(self, passes: Passes, num_outcomes: int) -> float:
-        key = (passes, num_outcomes)
+    def _hit_rate(self, choice: RoundChoice) -> float:
+        key = choice[1:]
         if key not in self._hit_rates:
-            after_miss = 1 - self.miss_rate(passes, False, num_outcomes)
-            leaving = self.miss_rate(passes, True, num_outcomes)
+            after_miss = 1 - self.miss_rate(choice, False)
+            leaving = self.miss_rate(choice, True)
             self._hit_rates[key] = after_miss / (leaving + after_miss) if after_miss else 0.0
         return self._hit_rates[key]
 
-    def _tau(self, passes: Passes | None, was_hit: bool, num_draft_tokens: int) -> float:
+    def _tau(self, choice: RoundChoice, was_hit: bool) -> float:
         """Σ P(k ≥ i) over the block, plus the bonus token."""
-        key = (passes, was_hit)
+        key = (choice[1:], was_hit)
         if key not in self._lengths:
-            rounds = self.rounds(passes, was_hit)
+            rounds = self.rounds(choice, was_hit)
             factor = self.corrections.rejections_after_hit if was_hit else self.corrections.rejections_after_miss
             reached, lengths = 1.0, [1.0]
             for position in range(1, max(self.options.gammas) + 1):
@@ -256,7 +287,7 @@ class Plan:
                 reached *= 1 - min(factor * rounds.rejection(known), 1.0)
                 lengths.append(lengths[-1] + reached)
             self._lengths[key] = lengths
-        return self._lengths[key][num_draft_tokens]
+        return self._lengths[key][choice.num_draft_tokens]
 
     def explain(self, batch: int, drafted: int | None = None) -> list[Prediction]:
         """The table behind the choice: no drafting first, then every candidate."""

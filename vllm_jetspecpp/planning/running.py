@@ -147,8 +147,7 @@ class Running:
         source = step.ahead if was_hit else step.choice
         if source is None or step.choice is None or verification.origin is Origin.COPIED:
             return
-        passes = (source.jacobi_passes, source.context_refreshes) if source.num_outcomes else None
-        rounds, last = recorded.rounds(passes, was_hit), recorded.acceptance.num_draft_tokens
+        rounds, last = recorded.rounds(source, was_hit), recorded.acceptance.num_draft_tokens
         # What is left off as too improbable counts as rejected: no tokens come of it.
         whole = max(min(source.num_draft_tokens, step.choice.num_draft_tokens), verification.num_verified)
         reached = min(verification.num_accepted + 1, whole)
@@ -167,8 +166,8 @@ class Running:
 
     def _see_answers(self, answers: Sequence[Origin], choice: RoundChoice, recorded: Plan) -> None:
         """Whether outcomes had been foreseen; a first block says nothing of it."""
-        passes, hit_rate = (choice.jacobi_passes, choice.context_refreshes), recorded.rates(choice)[0]
-        after_hit, after_miss = (recorded.miss_rate(passes, hit, choice.num_outcomes) for hit in (True, False))
+        hit_rate = recorded.rates(choice)[0]
+        after_hit, after_miss = (recorded.miss_rate(choice, was_hit) for was_hit in (True, False))
         expected = hit_rate * after_hit + (1 - hit_rate) * after_miss
         for origin in answers:
             if origin in (Origin.HIT, Origin.FALLBACK):

@@ -108,7 +108,7 @@ class RequestStates:
     def commit(self, slots: list[int], starts: list[int], states: list[Tensor], parts: Parts = Parts.ALL) -> None:
         """True states of committed tokens: ``states[i]`` [count, num_taps * hidden] at positions from ``starts[i]``.
 
-        A decoding step is one padded batch of a block's size; longer pieces (prefill) go chunk by chunk.
+        A decoding step is one padded batch, on a GPU of a block's size; longer pieces (prefill) go chunk by chunk.
 
         Args:
             parts: whose caches are written; a block can be drafted when the draft model's are.
@@ -116,7 +116,9 @@ class RequestStates:
         short = [i for i, s in enumerate(states) if 0 < len(s) <= self.block_size]
         if short:
             chosen = [slots[i] for i in short], [starts[i] for i in short], [states[i] for i in short]
-            self._commit_padded(*chosen, self.block_size, parts)
+            # On a GPU one shape, on a CPU no more rows than needed.
+            longest = max(len(states[i]) for i in short)
+            self._commit_padded(*chosen, longest if self.device.type == "cpu" else self.block_size, parts)
         for slot, start, rows in zip(slots, starts, states, strict=True):
             if len(rows) > self.block_size:
                 for first in range(0, len(rows), CHUNK):

@@ -26,10 +26,10 @@ MAX_WIDTH = 1 << 24
 
 _VERIFIED_MAGIC = 0x4A53_5050_0001
 _DRAFT_MAGIC = 0x4A53_5050_0002
-_VERIFIED_HEADER = struct.Struct("=11qd")
-"""Magic, total bytes, step, requests, released, overwritten, cache block size; γ, B, J and R of the round; the least
-probability of acceptance."""
-_NO_CHOICE = (-1, -1, -1, -1)
+_VERIFIED_HEADER = struct.Struct("=12qd")
+"""Magic, total bytes, step, requests, released, overwritten, cache block size; γ, B, J, R and refined
+outcomes of the round; the least probability of acceptance."""
+_NO_CHOICE = (-1, -1, -1, -1, -1)
 _REQUEST = struct.Struct("=13q")
 _DRAFT_HEADER = struct.Struct("=4q")  # magic, total bytes, step, drafts
 _DRAFT = struct.Struct("=4q")  # slot, origin, tokens, positions without states
@@ -179,13 +179,12 @@ def _read_request(record: tuple[int, ...], reader: _Reader) -> Verified:
     )
 
 
-def _read_choice(gamma: int, outcomes: int, passes: int, refreshes: int) -> RoundChoice | None:
-    choice = RoundChoice(gamma, outcomes, passes, refreshes)
+def _read_choice(gamma: int, outcomes: int, passes: int, refreshes: int, refined: int) -> RoundChoice | None:
+    choice = RoundChoice(gamma, outcomes, passes, refreshes, refined)
     if choice == _NO_CHOICE:
         return None
-    if not (
-        0 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 0 <= refreshes <= passes <= MAX_PASSES
-    ):
+    possible = 0 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 1 <= refined <= MAX_OUTCOMES
+    if not possible or not 0 <= refreshes <= passes <= MAX_PASSES:
         raise ValueError(f"message names an impossible round: {tuple(choice)}")
     return choice
 

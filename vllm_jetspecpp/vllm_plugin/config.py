@@ -31,7 +31,7 @@ from vllm_jetspecpp.planning.acceptance import Acceptance, unmeasured
 from vllm_jetspecpp.planning.costs import load_costs
 from vllm_jetspecpp.planning.plan import OUTCOMES, Options
 from vllm_jetspecpp.tracing.recorder import check_directory
-from vllm_jetspecpp.types import RoundChoice
+from vllm_jetspecpp.types import ALL_OUTCOMES, RoundChoice
 from vllm_jetspecpp.vllm_plugin import environment, placement
 from vllm_jetspecpp.vllm_plugin.plugin import METHOD
 from vllm_jetspecpp.vllm_plugin.target_checks import check_target, check_weights
@@ -47,7 +47,8 @@ DEFAULT_DRAFT_SLOTS = 8
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 DEFAULT_SHAPE: tuple[int | str, int | str, int | str] = (4, 1, 1)
 """B, J and R where none are given; ``AUTO`` leaves one to the planner."""
-UNPLANNED = (4, 1, 1)
+SHAPE = ("num_outcomes", "jacobi_passes", "context_refreshes", "num_refined")
+UNPLANNED = (4, 1, 1, ALL_OUTCOMES)
 """What stands for ``AUTO`` where nothing could be measured."""
 MOST_PASSES = 3
 CPU_WORKER = "vllm_jetspecpp.vllm_plugin.cpu_worker.CPUSpecDecodeWorker"
@@ -71,6 +72,9 @@ class JetSpecConfig(SpeculativeConfig):
     """J, refinement passes of each draft, or ``auto``."""
     context_refreshes: int | str = DEFAULT_SHAPE[2]
     """R ≤ J, context refreshes, one before each of the first R passes, or ``auto``."""
+    num_refined: int | str = AUTO
+    """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft (not the paper's).
+    ``auto``: the planner's choice, all without it."""
     copy_drafts: bool = False
     """Hand out tokens copied from the request itself, from after the last place where its latest tokens stood, where
     they promise more than drafted ones (prompt lookup, not the paper's). At most ``num_speculative_tokens``."""
@@ -170,11 +174,11 @@ class JetSpecConfig(SpeculativeConfig):
 
     def _largest(self) -> dict[str, int]:
         """B, J and R as given, and where they are left to the planner the largest it may choose."""
-        given = {name: getattr(self, name) for name in ("num_outcomes", "jacobi_passes", "context_refreshes")}
+        given = {name: getattr(self, name) for name in SHAPE}
         for name, value in given.items():
             if isinstance(value, str) and value != AUTO:
                 raise ValueError(f"{name} must be an integer or {AUTO!r}, got {value!r}{nearest(value, [AUTO])}")
-        outcomes, passes, refreshes = given.values()
+        outcomes, passes, refreshes, refined = given.values()
         if passes == AUTO:
             passes = MOST_PASSES if refreshes == AUTO else max(MOST_PASSES, refreshes)
         if refreshes == AUTO:
@@ -183,16 +187,19 @@ class JetSpecConfig(SpeculativeConfig):
             "num_outcomes": OUTCOMES[-1] if outcomes == AUTO else outcomes,
             "jacobi_passes": passes,
             "context_refreshes": refreshes,
+            "num_refined": ALL_OUTCOMES if refined == AUTO else refined,
         }
 
     @property
     def unplanned_choice(self) -> RoundChoice:
         """The shape of rounds where nothing could be measured."""
-        given = (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
-        outcomes, passes, refreshes = (u if g == AUTO else int(g) for g, u in zip(given, UNPLANNED, strict=True))
+        given = [getattr(self, name) for name in SHAPE]
+        outcomes, passes, refreshes, refined = (
+            u if g == AUTO else int(g) for g, u in zip(given, UNPLANNED, strict=True)
+        )
         if passes < refreshes and self.jacobi_passes == AUTO:
             passes = refreshes
-        return RoundChoice(self.num_speculative_tokens, outcomes, passes, min(passes, refreshes))
+        return RoundChoice(self.num_speculative_tokens, outcomes, passes, min(passes, refreshes), refined)
 
     def acceptance(self) -> Acceptance:
         """What the checkpoint's drafts are worth, as recorded or, where it says nothing, as assumed."""
@@ -205,10 +212,9 @@ class JetSpecConfig(SpeculativeConfig):
 
     def plan_options(self, acceptance: Acceptance) -> Options:
         """What the planner may choose from."""
-        given = (self.num_outcomes, self.jacobi_passes, self.context_refreshes)
-        outcomes, passes, refreshes = (None if g == AUTO else int(g) for g in given)
-        gamma = self.num_speculative_tokens
-        return Options.within(acceptance, gamma, outcomes, passes, refreshes, copies=self.copy_drafts)
+        given = {name: getattr(self, name) for name in SHAPE}
+        numbers = {name: None if value == AUTO else int(value) for name, value in given.items()}
+        return Options.within(acceptance, self.num_speculative_tokens, **numbers, copies=self.copy_drafts)
 
     def _check_plan(self) -> None:
         if not self.planned:

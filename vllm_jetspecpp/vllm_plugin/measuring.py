@@ -109,7 +109,9 @@ def measure_slowdowns(steps: TargetSteps, probe: Probe | None, limits: RoundChoi
     Args:
         probe: None on ranks that do not draft, whose factors mean nothing, and where both never work at once.
     """
-    shape = RoundChoice(min(7, limits.num_draft_tokens), min(4, limits.num_outcomes), *limits[2:])
+    shape = RoundChoice(
+        min(7, limits.num_draft_tokens), min(4, limits.num_outcomes), limits.jacobi_passes, limits.context_refreshes
+    )
     shape = shape._replace(jacobi_passes=min(1, shape.jacobi_passes))
     shape = shape._replace(context_refreshes=min(shape.jacobi_passes, shape.context_refreshes))
     size = shape.num_draft_tokens + 1
