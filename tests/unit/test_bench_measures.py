@@ -41,8 +41,10 @@ def test_figures_of_one_run() -> None:
             "itl_p99_ms": 50.0,
             "tau": 2.0,
             "hit_rate": 2 / 3,
+            "copied_share": 0.0,
             "step_ms": 50.0,
             "verify_ms": 20.0,
+            "verify_mean_ms": 20.0,
             "exposed_ms": 7.0,
             "exposed_ms_hits": 0.5,
             "host_ms": 29.0,
@@ -153,8 +155,8 @@ class Output:
 
 
 class NoPhases:
-    def take(self) -> tuple[float, float, int, int]:
-        return 0.0, 0.0, 0, 0
+    def take(self) -> tuple[float, float, tuple[int, ...]]:
+        return 0.0, 0.0, (0, 0, 0)
 
 
 def test_closed_loop_keeps_as_many_in_flight_as_asked() -> None:

@@ -22,8 +22,8 @@ class SteppedEngine(Protocol):
 class Phases(Protocol):
     """Times of the step that just ended."""
 
-    def take(self) -> tuple[float, float, int, int]:
-        """Seconds of verification and of exposed drafting, hits and misses since the last call."""
+    def take(self) -> tuple[float, float, tuple[int, ...]]:
+        """Seconds of verification and of exposed drafting; hits, misses and copied blocks since the last call."""
 
 
 def closed_loop(
@@ -70,9 +70,9 @@ def closed_loop(
                 committed += len(new)
             if output.finished:
                 done.append(open_requests.pop(output.request_id))
-        verify, exposed, hits, misses = phases.take()
+        verify, exposed, blocks = phases.take()
         total = after - before
-        steps.append(StepRecord(total, verify, exposed, is_decode, len(decoding), committed, hits, misses))
+        steps.append(StepRecord(total, verify, exposed, is_decode, len(decoding), committed, *blocks))
     seconds = perf_counter() - began
     return {
         "seconds": seconds,

@@ -10,8 +10,10 @@ Everything is seen from outside the engine but for the phases of a step (``step_
   request. A speculative method's outputs are bursts of k + 1 tokens, so its latencies are longer and fewer.
 * ``tpot_ms``: time per output token, 1000 / ``tok_s``.
 * ``tau``: tokens committed per request and decode step (τ); 1 without drafting. Steps without drafts count.
+* ``copied_share``: of all blocks of JetSpec++'s, those copied from the request itself.
 * ``hit_rate``: of the blocks for which an outcome could have been foreseen, those that had been drafted ahead.
 * ``verify_ms`` (T_verify): the target's forward over the anchor and its drafts, logits and sampler; median of steps.
+  ``verify_mean_ms``: its mean, which is what steps of blocks of unequal length add up to.
 * ``exposed_ms``: drafting the step waits for; mean of steps. ``exposed_ms_hits``: of steps that received hits alone.
 * ``host_ms``: the rest of a step: scheduler, inputs, bookkeeping, and for JetSpec++ sending; median of steps.
 
@@ -67,7 +69,9 @@ def measure(runs: Sequence[Run]) -> Figures:
     requests = [request for run in runs for request in run.requests]
     steps = [step for run in runs for step in run.steps if step.decode and step.committed]
     rate, between = decode_rate(requests), gaps(requests)
-    hits, misses = (sum(getattr(step, name) for run in runs for step in run.steps) for name in ("hits", "misses"))
+    hits, misses, copied = (
+        sum(getattr(step, name) for run in runs for step in run.steps) for name in ("hits", "misses", "copied")
+    )
     return {
         "tok_s": rate,
         "total_tok_s": ratio(sum(len(r.tokens) for r in requests), sum(run.seconds for run in runs)),
@@ -77,6 +81,7 @@ def measure(runs: Sequence[Run]) -> Figures:
         "itl_p99_ms": over(lambda values: percentile(values, 0.99), between, 1e3),
         "tau": ratio(sum(s.committed for s in steps), sum(s.requests for s in steps)),
         "hit_rate": ratio(hits, hits + misses),
+        "copied_share": ratio(copied, hits + misses + copied),
         **phases(steps),
     }
 
@@ -86,6 +91,7 @@ def phases(steps: Sequence[StepRecord]) -> Figures:
     return {
         "step_ms": over(median, (s.total for s in steps), 1e3),
         "verify_ms": over(median, (s.verify for s in steps), 1e3),
+        "verify_mean_ms": over(fmean, (s.verify for s in steps), 1e3),
         "exposed_ms": over(fmean, (s.exposed for s in steps), 1e3),
         "exposed_ms_hits": over(fmean, (s.exposed for s in steps if s.hits and not s.misses), 1e3),
         "host_ms": over(median, (s.total - s.verify - s.exposed for s in steps), 1e3),

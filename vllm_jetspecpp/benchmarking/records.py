@@ -41,6 +41,8 @@ class StepRecord:
     """Blocks that the step received and that had been drafted ahead (methods that predict outcomes)."""
     misses: int = 0
     """Blocks that the step received and that were drafted while it waited, as no foreseen outcome came true."""
+    copied: int = 0
+    """Blocks that the step received and that were copied from the request itself."""
 
 
 @dataclass(frozen=True)

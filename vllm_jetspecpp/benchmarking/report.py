@@ -11,6 +11,7 @@ COLUMNS = (
     ("tok/s", "tok_s", 1),
     ("τ", "tau", 2),
     ("hit rate", "hit_rate", 2),
+    ("copied", "copied_share", 2),
     ("T_verify ms", "verify_ms", 1),
     ("exposed ms", "exposed_ms", 2),
     ("… on hits", "exposed_ms_hits", 2),

@@ -53,18 +53,18 @@ class StepClock:
     def _on_drafted(self, began: float) -> None:
         self._draft += perf_counter() - began
 
-    def _totals(self) -> tuple[float, int, int]:
-        """Seconds of waiting, hits and misses so far."""
+    def _totals(self) -> tuple[float, ...]:
+        """Seconds of waiting; hits, misses and copied blocks so far."""
         if not self._drafts_beside:
-            return 0.0, 0, 0
+            return 0.0, 0, 0, 0
         totals = self._runner.drafter.totals()
         blocks = totals["blocks_by_origin"]
-        return totals["client"]["exposed_seconds"], blocks["hit"], blocks["fallback"]
+        return totals["client"]["exposed_seconds"], *(blocks[name] for name in ("hit", "fallback", "copied"))
 
-    def take(self) -> tuple[float, float, int, int]:
-        """Seconds of verification and of exposed drafting, hits and misses since the last call."""
+    def take(self) -> tuple[float, float, tuple[int, ...]]:
+        """See :class:`~vllm_jetspecpp.benchmarking.closed_loop.Phases`."""
         now = self._totals()
-        waited, hits, misses = (a - b for a, b in zip(now, self._counts, strict=True))
-        taken = self._verify, self._draft + waited, int(hits), int(misses)
+        waited, *blocks = (a - b for a, b in zip(now, self._counts, strict=True))
+        taken = self._verify, self._draft + waited, tuple(map(int, blocks))
         self._counts, self._verify, self._draft = now, 0.0, 0.0
         return taken
