@@ -73,6 +73,11 @@ class Round:
         return bool(self.origins) and all(origin == "hit" for origin in self.origins)
 
     @property
+    def is_copied(self) -> bool:
+        """Whether nothing had to be drafted for the reply, but not all of it was foreseen: some blocks are copied."""
+        return "copied" in self.origins and not {"first", "fallback"} & set(self.origins)
+
+    @property
     def exposed(self) -> int:
         """The worker's wait for the reply, after it had nothing else to do."""
         return self.wait.end - self.wait.start

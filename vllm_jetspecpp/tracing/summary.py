@@ -102,8 +102,12 @@ def _table(sums: Sequence[Mapping[str, int]], durations: Sequence[int], table: S
 
 
 def _exposed(rounds: Sequence[Round]) -> dict[str, Any]:
-    """The worker's waits, of hits and of misses apart, each with what it waited for."""
-    kinds = {"hits": [r for r in rounds if r.is_hit], "misses": [r for r in rounds if not r.is_hit and r.origins]}
+    """The worker's waits, of hits, copied blocks and misses apart, each with what it waited for."""
+    kinds = {
+        "hits": [r for r in rounds if r.is_hit],
+        "copied": [r for r in rounds if r.is_copied],
+        "misses": [r for r in rounds if r.origins and not (r.is_hit or r.is_copied)],
+    }
     found: dict[str, Any] = {}
     for kind, some in kinds.items():
         verify = [group_time(r.phases, WORKER_PHASES, VERIFY) for r in some]
