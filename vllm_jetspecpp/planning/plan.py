@@ -68,6 +68,8 @@ class Pace:
     """Factor on every step of the target."""
     drafting: float = 1.0
     """Factor on everything the draft process does."""
+    beside: float = 1.0
+    """Further factor on the target's steps beside drafting ahead: the two share caches and memory."""
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
     """Further factor on steps of (batch, γ); γ = 0 is plain decoding."""
 
@@ -193,6 +195,7 @@ class Plan:
         copied = self.copied(choice)
         tau += copied.share * (copied.tau - tau)
         alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
+        alone *= self.pace.beside if choice.num_outcomes else 1.0
         draft, commit = self.costs.draft(drafted, choice), self.costs.commit(drafted * size)
         after_miss = self.costs.overlap(alone, pace * draft)
         after_hit = self.costs.overlap(alone, pace * (draft + commit)) if choice.num_outcomes else after_miss

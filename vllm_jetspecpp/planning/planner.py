@@ -28,6 +28,8 @@ DRAFTING_PAYS = 1.05
 TRIAL_EVERY, TRIAL_AT_MOST_EVERY = 256, 1024
 PLAIN_IS_CLOSE = 1.5
 """Plain decoding is tried where drafting promises less than this many times its throughput."""
+OTHER_IS_CLOSE = 0.8
+"""Drafting in line is tried where one drafts ahead, or the other way round, if it promises at least this share."""
 TRIAL_PAYS = 1.05
 """A trial goes on while it brings this many times what is promised without it."""
 
@@ -55,7 +57,7 @@ class Planner:
         self.running = Running(costs, copies=0 in options.gammas)
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
-        self._ahead_next = False
+        self._other_next = False
         self._pin: tuple[RoundChoice | None] | None = None
         self._served: dict[int, Served] = {}
         self._promised: dict[tuple[int, RoundChoice | None], tuple[float, float]] = {}
@@ -119,12 +121,15 @@ class Planner:
         plan = self.plan()
         plain = plan.plain(batch)
         if chosen.choice is not None:
-            self._ahead_next = not self._ahead_next
-            if self._ahead_next and not chosen.choice.num_outcomes:
-                # In line nothing is learnt of what drafting ahead takes.
-                ahead = [row for row in plan.explain(batch, drafted)[1:] if row.choice and row.choice.num_outcomes]
-                if ahead:
-                    return _Trial(best(ahead).choice, chosen.throughput)
+            self._other_next = not self._other_next
+            if self._other_next:
+                # In line nothing is learnt of what drafting ahead takes, and the other way round.
+                ahead = chosen.choice.num_outcomes > 0
+                rows = [
+                    r for r in plan.explain(batch, drafted)[1:] if r.choice and (r.choice.num_outcomes > 0) != ahead
+                ]
+                if rows and best(rows).throughput > OTHER_IS_CLOSE * chosen.throughput:
+                    return _Trial(best(rows).choice, chosen.throughput)
             close = chosen.throughput < PLAIN_IS_CLOSE * plain.throughput
             return _Trial(None, chosen.throughput) if close else None
         drafting = best(plan.explain(batch, drafted)[1:])
@@ -205,6 +210,7 @@ class Planner:
             "rejections_after_hit": corrections.rejections_after_hit,
             "rejections_after_miss": corrections.rejections_after_miss,
             "target": pace.target,
+            "beside": pace.beside,
             "drafting": pace.drafting,
             "copied_share": corrections.copied.share,
             "copied_tau": corrections.copied.tau,

@@ -113,6 +113,7 @@ class Running:
         self._rejections = {True: Ratio(8, 400), False: Ratio(8, 400)}
         self._copied = {drafting: (Mean(share, 20, 200), Mean(tau, 5, 100)) for drafting, share, tau in COPIED}
         self._target = Ratio(3, 40)
+        self._beside = Ratio(3, 60)
         self._drafting = Ratio(3, 60)
         self._cells: dict[tuple[int, int], Ratio] = {}
 
@@ -129,7 +130,7 @@ class Running:
     def pace(self) -> Pace:
         """Factors on times."""
         cells = {cell: ratio.value for cell, ratio in self._cells.items()}
-        return Pace(self._target.value, self._drafting.value, cells)
+        return Pace(self._target.value, self._drafting.value, self._beside.value, cells)
 
     def see(self, step: Step, recorded: Plan) -> None:
         """Learn from one step; ``recorded`` is the plan without any factor."""
@@ -181,8 +182,12 @@ class Running:
         measured = max(step.seconds - step.exposed, 1e-6)
         cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
         ratio, target, own = _ratio(measured, said.verify), self._target.value, cell.value
-        self._target.add(ratio / own, 1.0)
-        cell.add(ratio / target, 1.0)
+        ahead = choice is not None and choice.num_outcomes > 0
+        beside = self._beside.value if ahead else 1.0
+        self._target.add(ratio / own / beside, 1.0)
+        cell.add(ratio / target / beside, 1.0)
+        if ahead:
+            self._beside.add(ratio / target / own, 1.0)
         if choice is not None and choice == step.ahead and step.answers:
             self._see_drafting(step, choice, measured, said)
 
