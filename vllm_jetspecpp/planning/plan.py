@@ -28,6 +28,7 @@ MARGIN_TOKENS = 7
 MOST_MIN_ACCEPT_PROB = 0.5
 REFINED = (1, 2, ALL_OUTCOMES)
 """Outcomes of which the drafts are refined, as considered."""
+COPIES_CELL = -1
 COPIES_ALONE = RoundChoice(0, 0, 0, 0)
 """Nothing is drafted."""
 
@@ -39,6 +40,8 @@ class Copied(NamedTuple):
     """Of all blocks."""
     tau: float = 1.0
     """Tokens that a round with one commits, bonus token included."""
+    wait: float = 0.0
+    """Seconds for each request of a batch that a step waits for its copies where nothing is drafted, beyond T_comm."""
 
 
 NO_COPIES = Copied()
@@ -71,7 +74,7 @@ class Pace:
     beside: float = 1.0
     """Further factor on the target's steps beside drafting ahead: the two share caches and memory."""
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Further factor on steps of (batch, γ); γ = 0 is plain decoding."""
+    """Further factor on steps of (batch, γ); γ = 0 is plain decoding, :data:`COPIES_CELL` copied drafts alone."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,19 @@ class Plan:
         self.costs, self.acceptance, self.options = costs, acceptance, options
         self.corrections, self.pace = corrections or Corrections(), pace or Pace()
         self._mixtures: dict[tuple[int, ...], Rounds] = {}
+        """Of the recording alone, so that plans with other corrections share them."""
         self._lengths: dict[tuple[tuple[int, ...], bool], list[float]] = {}
         self._hit_rates: dict[tuple[int, ...], float] = {}
 
+    def corrected(self, corrections: Corrections, pace: Pace) -> Plan:
+        """The same with other running averages."""
+        plan = Plan(self.costs, self.acceptance, self.options, corrections, pace)
+        plan._mixtures = self._mixtures
+        return plan
+
     def plain(self, batch: int) -> Prediction:
         """Decoding without drafts."""
-        seconds = self.verify_seconds(batch, batch, 0)
+        seconds = self.verify_seconds(batch, batch, 0, cell_of(None))
         return Prediction(None, batch, seconds, seconds, 0.0, 0.0, 0.0, 1.0)
 
     def predict(self, choice: RoundChoice, batch: int, drafted: int | None = None) -> Prediction:
@@ -194,7 +204,7 @@ class Plan:
         hit_rate, tau = self.rates(choice)
         copied = self.copied(choice)
         tau += copied.share * (copied.tau - tau)
-        alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens)
+        alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens, cell_of(choice))
         alone *= self.pace.beside if choice.num_outcomes else 1.0
         draft, commit = self.costs.draft(drafted, choice), self.costs.commit(drafted * size)
         after_miss = self.costs.overlap(alone, pace * draft)
@@ -207,6 +217,7 @@ class Plan:
         fallback *= pace * drafting
         both = all_hit * max(after_hit) + (1 - all_hit) * max(after_miss)
         seconds = both + self.costs.comm + fallback
+        seconds += 0.0 if choice.num_draft_tokens else copied.wait * batch
         return Prediction(choice, drafted * tau + batch - drafted, seconds, verify, draft, fallback, hit_rate, tau)
 
     def copied(self, choice: RoundChoice) -> Copied:
@@ -223,10 +234,10 @@ class Plan:
         slowdown = self.costs.target_slowdown if now.draft else 1.0
         return min(max(slope * slowdown * self.pace.target * now.throughput, 0.0), MOST_MIN_ACCEPT_PROB)
 
-    def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int) -> float:
+    def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int, cell: int) -> float:
         """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""
         seconds = self.costs.verify(batch, 1 + num_draft_tokens * drafted / batch)
-        return seconds * self.pace.target * self.pace.cells.get((batch, num_draft_tokens), 1.0)
+        return seconds * self.pace.target * self.pace.cells.get((batch, cell), 1.0)
 
     def rates(self, choice: RoundChoice) -> tuple[float, float]:
         """p_hit, in the long run, and τ.
@@ -299,6 +310,11 @@ class Plan:
     def choose(self, batch: int, drafted: int | None = None) -> Prediction:
         """The row of highest throughput; of equal ones the first, so never drafting that is no gain."""
         return best(self.explain(batch, drafted))
+
+
+def cell_of(choice: RoundChoice | None) -> int:
+    """Of :attr:`Pace.cells`, beside the batch size."""
+    return 0 if choice is None else choice.num_draft_tokens or COPIES_CELL
 
 
 def best(rows: Sequence[Prediction]) -> Prediction:

@@ -66,8 +66,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """Eq. 4 as it stands now, running averages included."""
-        recorded, running = self._recorded, self.running
-        return Plan(recorded.costs, recorded.acceptance, recorded.options, running.corrections, running.pace)
+        return self._recorded.corrected(self.running.corrections, self.running.pace)
 
     def choose(self, batch: int, drafted: int) -> RoundChoice | None:
         """What the next step of ``batch`` requests is drafted with, ``drafted`` of them at most; None: no drafting."""
@@ -216,6 +215,7 @@ class Planner:
             "copied_tau": corrections.copied.tau,
             "copied_alone_share": corrections.copied_alone.share,
             "copied_alone_tau": corrections.copied_alone.tau,
+            "copied_alone_wait_ms": 1e3 * corrections.copied_alone.wait,
         }
         served = {str(batch): vars(served).copy() for batch, served in sorted(self._served.items())}
         return {

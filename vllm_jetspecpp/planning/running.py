@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vllm_jetspecpp.planning.costs import Costs
-from vllm_jetspecpp.planning.plan import Copied, Corrections, Pace, Plan, Prediction
+from vllm_jetspecpp.planning.plan import Copied, Corrections, Pace, Plan, Prediction, cell_of
 from vllm_jetspecpp.types import Origin, RoundChoice
 
 LEAST, MOST = 0.05, 20.0
@@ -112,6 +112,7 @@ class Running:
         self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
         self._rejections = {True: Ratio(8, 400), False: Ratio(8, 400)}
         self._copied = {drafting: (Mean(share, 20, 200), Mean(tau, 5, 100)) for drafting, share, tau in COPIED}
+        self._copy_wait = Mean(1e-4, 10, 100)
         self._target = Ratio(3, 40)
         self._beside = Ratio(3, 60)
         self._drafting = Ratio(3, 60)
@@ -124,7 +125,7 @@ class Running:
         if not self._copies:
             return known
         copied = {drafting: Copied(share.value, tau.value) for drafting, (share, tau) in self._copied.items()}
-        return replace(known, copied=copied[True], copied_alone=copied[False])
+        return replace(known, copied=copied[True], copied_alone=copied[False]._replace(wait=self._copy_wait.value))
 
     @property
     def pace(self) -> Pace:
@@ -157,6 +158,8 @@ class Running:
 
     def _see_copies(self, step: Step, choice: RoundChoice) -> None:
         share, tau = self._copied[choice.num_draft_tokens > 0]
+        if not choice.num_draft_tokens and choice == step.ahead and step.seconds is not None:
+            self._copy_wait.add(max(step.exposed - self._costs.comm, 0.0) / step.batch)
         # Where nothing is drafted, a request that has no copy has no answer.
         blocks = len(step.answers) if choice.num_draft_tokens else step.batch
         if blocks:
@@ -177,10 +180,9 @@ class Running:
     def _see_times(self, step: Step, recorded: Plan) -> None:
         assert step.seconds is not None
         choice = step.choice if step.drafted else None
-        gamma = 0 if choice is None else choice.num_draft_tokens
         said = recorded.plain(step.batch) if choice is None else recorded.predict(choice, step.batch, step.drafted)
         measured = max(step.seconds - step.exposed, 1e-6)
-        cell = self._cells.setdefault((step.batch, gamma), Ratio(3, 100))
+        cell = self._cells.setdefault((step.batch, cell_of(choice)), Ratio(3, 100))
         ratio, target, own = _ratio(measured, said.verify), self._target.value, cell.value
         ahead = choice is not None and choice.num_outcomes > 0
         beside = self._beside.value if ahead else 1.0
@@ -188,7 +190,7 @@ class Running:
         cell.add(ratio / target / beside, 1.0)
         if ahead:
             self._beside.add(ratio / target / own, 1.0)
-        if choice is not None and choice == step.ahead and step.answers:
+        if choice is not None and choice.num_draft_tokens and choice == step.ahead and step.answers:
             self._see_drafting(step, choice, measured, said)
 
     def _see_drafting(self, step: Step, choice: RoundChoice, verify: float, said: Prediction) -> None:
@@ -198,7 +200,9 @@ class Running:
         answer, wait = fallback + self._costs.comm, step.exposed
         if not self._costs.concurrent:
             self._drafting.add(_ratio(wait, said.draft - said.verify + answer), 1.0)
-        elif self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3):
+        elif said.draft and (
+            self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3)
+        ):
             self._drafting.add(_ratio(verify + wait, said.draft + answer), 1.0)
         elif missed:
             self._drafting.add(_ratio(wait, answer), 1.0)
