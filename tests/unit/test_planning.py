@@ -313,7 +313,7 @@ def test_copies_are_a_mixture() -> None:
     """τ with copied blocks is the mixture of theirs and of drafted ones; alone they cost the target's time only."""
     acceptance, costs = unmeasured(7), some_costs()
     options = Options.within(acceptance, 7, copies=True)
-    learnt = Corrections(copied=Copied(0.25, 3.0), copied_alone=Copied(0.5, 2.0))
+    learnt = Corrections(copied=Copied(0.25, 3.0), copied_alone=Copied(0.5, 2.0, length=4.0, wait=2e-3))
     without, plan = Plan(costs, acceptance, options), Plan(costs, acceptance, options, learnt)
     choice = RoundChoice(7, 4, 1, 1)
     drafted, mixed = without.predict(choice, 1), plan.predict(choice, 1)
@@ -321,7 +321,7 @@ def test_copies_are_a_mixture() -> None:
     assert mixed.fallback == pytest.approx(0.75 * drafted.fallback) and mixed.draft == drafted.draft
     alone = plan.predict(COPIES, 1)
     assert alone.tau == pytest.approx(1.5) and alone.draft == alone.fallback == 0
-    assert alone.seconds == pytest.approx(costs.verify(1, 1) + costs.comm)
+    assert alone.seconds == pytest.approx(costs.verify(1, 3) + costs.comm + 2e-3)
     assert COPIES in options.choices and COPIES not in Options.within(acceptance, 7).choices
 
 
@@ -339,7 +339,8 @@ def test_least_probability_is_the_price_of_a_token() -> None:
 def test_planner_learns_what_copies_are_worth(share: float, tau: float) -> None:
     """Dear drafting beside good copies leaves copies alone; worthless ones are left as well."""
     acceptance, rng = unmeasured(7), random.Random(1)
-    planner = Planner(some_costs(8), acceptance, Options.within(acceptance, 7, copies=True))
+    costs = some_costs(8)
+    planner = Planner(costs, acceptance, Options.within(acceptance, 7, copies=True))
     chosen = []
     for _ in range(600):
         choice = planner.choose(1, 1)
@@ -353,7 +354,8 @@ def test_planner_learns_what_copies_are_worth(share: float, tau: float) -> None:
         blocks = (Verification(origin, 7, accepted),) if origin is not Origin.NONE else ()
         exposed = 0.2 if choice is not None and choice.num_draft_tokens else 0.0
         answers = (origin,) if blocks else ()
-        planner.see(Step(choice, choice, 1, len(blocks), 0.019 + exposed, exposed, blocks, answers))
+        seconds = costs.verify(1, 8 if blocks else 1) + exposed
+        planner.see(Step(choice, choice, 1, len(blocks), seconds, exposed, blocks, answers))
     assert set(chosen[-100:]) <= ({COPIES} if tau > 1 else {None, COPIES})
     assert chosen[-100:].count(COPIES if tau > 1 else None) > 80
     corrections = planner.running.corrections

@@ -40,6 +40,8 @@ class Copied(NamedTuple):
     """Of all blocks."""
     tau: float = 1.0
     """Tokens that a round with one commits, bonus token included."""
+    length: float = 0.0
+    """Tokens of one that are verified."""
     wait: float = 0.0
     """Seconds for each request of a batch that a step waits for its copies where nothing is drafted, beyond T_comm."""
 
@@ -204,7 +206,8 @@ class Plan:
         hit_rate, tau = self.rates(choice)
         copied = self.copied(choice)
         tau += copied.share * (copied.tau - tau)
-        alone = self.verify_seconds(batch, drafted, choice.num_draft_tokens, cell_of(choice))
+        verified = choice.num_draft_tokens or copied.share * copied.length
+        alone = self.verify_seconds(batch, drafted, verified, cell_of(choice))
         alone *= self.pace.beside if choice.num_outcomes else 1.0
         draft, commit = self.costs.draft(drafted, choice), self.costs.commit(drafted * size)
         after_miss = self.costs.overlap(alone, pace * draft)
@@ -234,8 +237,8 @@ class Plan:
         slowdown = self.costs.target_slowdown if now.draft else 1.0
         return min(max(slope * slowdown * self.pace.target * now.throughput, 0.0), MOST_MIN_ACCEPT_PROB)
 
-    def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: int, cell: int) -> float:
-        """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify γ draft tokens."""
+    def verify_seconds(self, batch: int, drafted: int, num_draft_tokens: float, cell: int) -> float:
+        """T_verify alone, of a step in which ``drafted`` of ``batch`` requests verify so many draft tokens each."""
         seconds = self.costs.verify(batch, 1 + num_draft_tokens * drafted / batch)
         return seconds * self.pace.target * self.pace.cells.get((batch, cell), 1.0)
 

@@ -19,8 +19,8 @@ LEAST, MOST = 0.05, 20.0
 """A factor stays within; a time twenty times the measured one is a machine that stood still."""
 
 
-COPIED = ((True, 0.25, 2.5), (False, 0.4, 2.0))
-"""Whether it is drafted as well, share of the blocks that are copied, and their τ: where averages begin."""
+COPIED = {True: Copied(0.25, 2.5, 4.0), False: Copied(0.3, 1.7, 3.0, 1e-4)}
+"""By whether it is drafted as well: where averages begin."""
 
 
 class Verification(NamedTuple):
@@ -111,8 +111,10 @@ class Running:
         self._costs, self._copies = costs, copies
         self._misses = Ratio(5, 400)  # five misses, after which serving weighs as much as the recording
         self._rejections = {True: Ratio(8, 400), False: Ratio(8, 400)}
-        self._copied = {drafting: (Mean(share, 20, 200), Mean(tau, 5, 100)) for drafting, share, tau in COPIED}
-        self._copy_wait = Mean(1e-4, 10, 100)
+        self._copied = {
+            drafting: (Mean(c.share, 20, 200), Mean(c.tau, 5, 100), Mean(c.length, 5, 100), Mean(c.wait, 10, 100))
+            for drafting, c in COPIED.items()
+        }
         self._target = Ratio(3, 40)
         self._beside = Ratio(3, 60)
         self._drafting = Ratio(3, 60)
@@ -124,8 +126,8 @@ class Running:
         known = Corrections(self._misses.value, self._rejections[True].value, self._rejections[False].value)
         if not self._copies:
             return known
-        copied = {drafting: Copied(share.value, tau.value) for drafting, (share, tau) in self._copied.items()}
-        return replace(known, copied=copied[True], copied_alone=copied[False]._replace(wait=self._copy_wait.value))
+        copied, alone = (Copied(*(mean.value for mean in self._copied[drafting])) for drafting in (True, False))
+        return replace(known, copied=copied, copied_alone=alone)
 
     @property
     def pace(self) -> Pace:
@@ -157,16 +159,17 @@ class Running:
         self._rejections[was_hit].add(float(verification.num_accepted < whole), predicted)
 
     def _see_copies(self, step: Step, choice: RoundChoice) -> None:
-        share, tau = self._copied[choice.num_draft_tokens > 0]
+        share, tau, length, wait = self._copied[choice.num_draft_tokens > 0]
         if not choice.num_draft_tokens and choice == step.ahead and step.seconds is not None:
-            self._copy_wait.add(max(step.exposed - self._costs.comm, 0.0) / step.batch)
+            wait.add(max(step.exposed - self._costs.comm, 0.0) / step.batch)
         # Where nothing is drafted, a request that has no copy has no answer.
         blocks = len(step.answers) if choice.num_draft_tokens else step.batch
         if blocks:
             share.add(sum(origin is Origin.COPIED for origin in step.answers) / blocks)
-        for origin, _, num_accepted in step.verifications:
+        for origin, num_verified, num_accepted in step.verifications:
             if origin is Origin.COPIED:
                 tau.add(num_accepted + 1)
+                length.add(num_verified)
 
     def _see_answers(self, answers: Sequence[Origin], choice: RoundChoice, recorded: Plan) -> None:
         """Whether outcomes had been foreseen; a first block says nothing of it."""
@@ -183,7 +186,11 @@ class Running:
         said = recorded.plain(step.batch) if choice is None else recorded.predict(choice, step.batch, step.drafted)
         measured = max(step.seconds - step.exposed, 1e-6)
         cell = self._cells.setdefault((step.batch, cell_of(choice)), Ratio(3, 100))
-        ratio, target, own = _ratio(measured, said.verify), self._target.value, cell.value
+        verify = said.verify
+        if choice is not None and not choice.num_draft_tokens:
+            verified = sum(v.num_verified for v in step.verifications) / step.drafted
+            verify = recorded.verify_seconds(step.batch, step.drafted, verified, cell_of(choice))
+        ratio, target, own = _ratio(measured, verify), self._target.value, cell.value
         ahead = choice is not None and choice.num_outcomes > 0
         beside = self._beside.value if ahead else 1.0
         self._target.add(ratio / own / beside, 1.0)
