@@ -89,8 +89,6 @@ class RoundConfig:
     """J, refinement passes after the initial draft (Eq. 8)."""
     context_refreshes: int = 1
     """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
-    num_refined: int = MAX_OUTCOMES
-    """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft. B or more: all."""
     selection: str = AUTO
     """How outcomes are scored: ``calibrated`` by Eq. 12, ``conformal`` too but only above the threshold,
     ``uncalibrated`` by Eq. 6, ``auto`` calibrated where the checkpoint is."""
@@ -99,6 +97,8 @@ class RoundConfig:
     fallback_refreshes: int = 0
     """Context refreshes of that block, at most ``fallback_passes``."""
 
+    num_refined: int = MAX_OUTCOMES
+    """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft. B or more: all."""
     copy_drafts: bool = False
     """Whether tokens copied from the request itself are handed out where they promise more than drafted ones."""
     anchor_replacement: bool = True

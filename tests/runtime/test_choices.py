@@ -72,7 +72,7 @@ def test_greedy_output_while_choices_change(tiny: Tiny, order: int) -> None:
 def test_a_choice_is_the_engine_of_that_shape(tiny: Tiny) -> None:
     """Every block: γ = 4, B = 3, J1-R1 chosen of larger limits, against an engine that knows nothing else."""
     prompt, choice = random_tokens(12, seed=3), RoundChoice(4, 3, 1, 1)
-    alone, chosen = tiny.engine(RoundConfig(*choice)), Choosing(tiny.engine(LIMITS), (choice,))
+    alone, chosen = tiny.engine(RoundConfig(**choice._asdict())), Choosing(tiny.engine(LIMITS), (choice,))
     results = [generate(tiny.offline(), engine, prompt, max_tokens=50) for engine in (alone, chosen)]
     assert results[0].rounds == results[1].rounds
     assert len(chosen.engine.cache._slots[0].blocks) <= 3
@@ -84,7 +84,7 @@ def test_refined_outcomes_are_those_of_a_full_round(tiny: Tiny) -> None:
     shapes = (RoundChoice(4, 8, 2, 1), RoundChoice(4, 8, 0, 0), RoundChoice(4, 8, 2, 1, 3))
     made = []
     for shape in shapes:
-        engine = tiny.engine(RoundConfig(*shape))
+        engine = tiny.engine(RoundConfig(**shape._asdict()))
         generate(tiny.offline(), engine, prompt, max_tokens=2)  # one round after the prompt
         made.append(list(engine.cache._slots[0].blocks.items()))
     refined, plain, some = ([(outcome, block.tokens) for outcome, block in blocks] for blocks in made)
