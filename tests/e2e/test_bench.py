@@ -37,7 +37,8 @@ def test_one_object_with_all_figures(result: dict[str, Any]) -> None:
         assert method["tok_s"] > 0 and method["verify_ms"] > 0 and method["host_ms"] > 0
         assert len(method["spread"]["tok_s"]["values"]) == 2
     assert result["methods"]["plain"]["tau"] == 1.0
-    assert result["methods"]["jetspecpp"]["hit_rate"] is not None
+    ours = result["methods"]["jetspecpp"]
+    assert ours["hit_rate"] is not None or ours["copied_share"], "the planner may copy alone, but drafts something"
     assert "wanted" in result["ratios"]["jetspecpp_over_plain"]
     assert result["settings"]["repeats"] == 2 and result["provenance"]["versions"]["vllm"]
 
