@@ -25,6 +25,8 @@ PROMISE_EVERY = 16
 TRIAL_STEPS = 8
 DRAFTING_PAYS = 1.05
 """Drafting has to promise this many times plain decoding's throughput: what is promised is known less well."""
+LARGE_BATCH, DRAFTING_PAYS_LARGE = 8, 1.2
+"""From this batch size on it has to promise so much: on a CPU every verified token costs there, copied ones too."""
 TRIAL_EVERY, TRIAL_AT_MOST_EVERY = 256, 1024
 PLAIN_IS_CLOSE = 1.5
 """Plain decoding is tried where drafting promises less than this many times its throughput."""
@@ -113,7 +115,8 @@ class Planner:
     def _best(plan: Plan, batch: int, drafted: int) -> Prediction:
         """The choice of the plan, in doubt plain decoding."""
         chosen, plain = plan.choose(batch, drafted), plan.plain(batch)
-        return chosen if chosen.throughput > DRAFTING_PAYS * plain.throughput else plain
+        pays = DRAFTING_PAYS if batch < LARGE_BATCH else DRAFTING_PAYS_LARGE
+        return chosen if chosen.throughput > pays * plain.throughput else plain
 
     def _begin_trial(self, chosen: Prediction, batch: int, drafted: int) -> _Trial | None:
         """Try the other thing, where there is a chance that it is better."""

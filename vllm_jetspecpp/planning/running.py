@@ -19,7 +19,7 @@ LEAST, MOST = 0.05, 20.0
 """A factor stays within; a time twenty times the measured one is a machine that stood still."""
 
 
-COPIED = {True: Copied(0.25, 2.5, 4.0), False: Copied(0.3, 1.7, 3.0, 1e-4)}
+COPIED = {True: Copied(0.2, 1.8, 4.0), False: Copied(0.3, 1.7, 3.0, 1e-4)}
 """By whether it is drafted as well: where averages begin."""
 
 
