@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_jetspecpp.config import RoundConfig
 from vllm_jetspecpp.foresight.context_refresh import replace_anchor
-from vllm_jetspecpp.foresight.masks import branch_masks
+from vllm_jetspecpp.foresight.masks import BranchMasks, branch_masks
 from vllm_jetspecpp.foresight.noise import noise_positions
 from vllm_jetspecpp.foresight.outcome_selection import OutcomeSelector, SelectedOutcomes
 from vllm_jetspecpp.models.attention import KeysValues, Rope
@@ -173,18 +173,26 @@ def draft_refined(
         num_refined: so many blocks of each row, the first ones, are refined; None: all.
     """
     _, count, size = blocks.tokens.shape
-    masks = branch_masks(count, size, blocks.tokens.device)
-    positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
-    fixed = torch.zeros_like(anchor)
-    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
+    _, positions, fixed, whole = _layout(blocks, anchor, before)
     blocks = draft_pass(nets, blocks, positions, fixed, context.draft_model, whole)
-    if not passes or num_refined is None or num_refined >= count:
+    if not passes:
+        return blocks
+    if num_refined is None or num_refined >= count:
         return _refine(nets, blocks, anchor, context, before, passes, refreshes, replacement)
     first = Blocks(*(values[:, :num_refined] for values in blocks))
     rest = Blocks(*(values[:, num_refined:] for values in blocks))
     before = [piece[:, : num_refined * size] for piece in before]
     first = _refine(nets, first, anchor[:, :num_refined], context, before, passes, refreshes, replacement)
     return Blocks(*(torch.cat(pair, dim=1) for pair in zip(first, rest, strict=True)))
+
+
+def _layout(blocks: Blocks, anchor: Tensor, before: list[Tensor]) -> tuple[BranchMasks, Tensor, Tensor, Tensor]:
+    """Masks of blocks side by side, their positions, nothing fixed yet, and who sees what of context and blocks."""
+    _, count, size = blocks.tokens.shape
+    masks = branch_masks(count, size, blocks.tokens.device)
+    positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
+    fixed = torch.zeros_like(anchor)
+    return masks, positions, fixed, torch.cat([*before, masks.own(fixed)], dim=-1)
 
 
 def _refine(
@@ -198,11 +206,7 @@ def _refine(
     replacement: bool,
 ) -> Blocks:
     """The passes after the first; arguments as of :func:`draft_refined`, ``blocks`` drafted once."""
-    _, count, size = blocks.tokens.shape
-    masks = branch_masks(count, size, blocks.tokens.device)
-    positions = (anchor.unsqueeze(-1) + masks.position[:size]).flatten(1)
-    fixed = torch.zeros_like(anchor)
-    whole = torch.cat([*before, masks.own(fixed)], dim=-1)
+    masks, positions, fixed, whole = _layout(blocks, anchor, before)
     reads, seen = context.draft_model, before
     for iteration in range(1, passes + 1):
         if iteration <= refreshes:
