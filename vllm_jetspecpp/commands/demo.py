@@ -24,10 +24,6 @@ def add_prepare_demo(subcommands: Subcommands) -> None:
     parser.set_defaults(run=run)
 
 
-FASTEST = {"num_outcomes": "auto", "jacobi_passes": "auto", "context_refreshes": "auto", "copy_drafts": True}
-"""Options with which the worker chooses by measurement, and copies what stands in the request already."""
-
-
 def add_demo(subcommands: Subcommands) -> None:
     """``jetspecpp demo``."""
     parser = subcommands.add_parser("demo", help="serve the demo's target with JetSpec++ and plain, and compare")
@@ -47,14 +43,14 @@ def add_demo(subcommands: Subcommands) -> None:
     parser.add_argument("--logs", type=Path, default=Path(".cache/demo"), help="of the servers (default: %(default)s)")
 
     def run(args: argparse.Namespace) -> int:
+        from vllm_jetspecpp.benchmarking.methods import BUILT_IN, OURS
         from vllm_jetspecpp.demo.run import DemoConfig, run_demo
 
         target = args.target or Path(os.environ.get("JETSPECPP_DEMO_TARGET", DEMO_TARGET))
         speculative = {
-            "method": "jetspecpp",
+            **BUILT_IN[OURS],
             "model": str(args.checkpoint),
             "num_speculative_tokens": args.num_speculative_tokens,
-            **FASTEST,
             **args.options,
         }
         return run_demo(DemoConfig(target, speculative, args.prompts, args.limit, args.max_tokens, args.logs))
