@@ -23,6 +23,7 @@ from tests.scraping import Samples, parse
 from vllm_jetspecpp.demo.near_ties import Pair, judge
 from vllm_jetspecpp.demo.run import SERVE_ARGUMENTS, SERVE_ENV
 from vllm_jetspecpp.demo.server import STOP_TIMEOUT, Server
+from vllm_jetspecpp.types import Origin
 
 MODEL = SERVE_ARGUMENTS[SERVE_ARGUMENTS.index("--served-model-name") + 1]
 SHARED_MEMORY = Path("/dev/shm")
@@ -159,7 +160,9 @@ def read(samples: Samples, name: str, **labels: str) -> float:
 
 
 def by_origin(samples: Samples, name: str) -> dict[str, float]:
-    return {o: read(samples, f"jetspecpp_{name}_total", origin=o) for o in ("first", "hit", "fallback")}
+    """The counter of every kind of block there is, drafted or copied."""
+    origins = [origin.name.lower() for origin in Origin if origin != Origin.NONE]
+    return {origin: read(samples, f"jetspecpp_{name}_total", origin=origin) for origin in origins}
 
 
 def as_stats(samples: Samples) -> dict[str, Any]:
