@@ -204,8 +204,17 @@ class NaiveRound:
 
     def refined(self, sequence: list[int], context: NaiveContext, passes: int, refreshes: int) -> list[int]:
         """Draft and refinement of the block whose anchor ends ``sequence``."""
-        start, fixed = len(sequence) - 1, 0
-        block = draft(self.nets, self.noised(sequence), start, context)
+        return self._refined(self.noised(sequence), len(sequence) - 1, context, passes, refreshes)[1:]
+
+    def _refined(self, block: list[int], start: int, context: NaiveContext, passes: int, refreshes: int) -> list[int]:
+        """``block`` [anchor, noise], drafted and refined, its anchor at position ``start``."""
+        if refreshes > passes:
+            log_probs, refreshed = simulate(self.nets, block[:1], [start], context)
+            second = int(self.nets.target.head_token_ids[log_probs[0].argmax()])
+            rest = [second, *block[2:]]
+            return [block[0], *self._refined(rest, start + 1, context.plus(refreshed, 1), passes, passes)]
+        fixed = 0
+        block = draft(self.nets, block, start, context)
         reads, beside = context, None
         for iteration in range(1, passes + 1):
             if iteration <= refreshes:
@@ -221,4 +230,4 @@ class NaiveRound:
                     block, fixed = [*block[:first], likeliest[first - 1], *block[first + 1 :]], first
                 reads = context.plus(refreshed, fixed)
             block[fixed:] = draft(self.nets, block[fixed:], start + fixed, reads, beside)
-        return block[1:]
+        return block

@@ -88,14 +88,15 @@ class RoundConfig:
     jacobi_passes: int = 1
     """J, refinement passes after the initial draft (Eq. 8)."""
     context_refreshes: int = 1
-    """R ≤ J, context refreshes with anchor replacement, one before each of the first R passes."""
+    """R ≤ J + 1, context refreshes with anchor replacement, one before each of the first R passes. With R = J + 1 the
+    first one comes before the initial draft and reads the anchor alone (ours, not the paper's)."""
     selection: str = AUTO
     """How outcomes are scored: ``calibrated`` by Eq. 12, ``conformal`` too but only above the threshold,
     ``uncalibrated`` by Eq. 6, ``auto`` calibrated where the checkpoint is."""
     fallback_passes: int = 0
     """Refinement passes of the block after a miss; 0 is the paper's J_0. They are not hidden behind verification."""
     fallback_refreshes: int = 0
-    """Context refreshes of that block, at most ``fallback_passes``."""
+    """Context refreshes of that block, at most ``fallback_passes`` + 1."""
 
     num_refined: int = MAX_OUTCOMES
     """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft. B or more: all."""
@@ -113,9 +114,9 @@ class RoundConfig:
             given = {name: getattr(self, name) for name in (passes, refreshes)}
             for name, value in given.items():
                 check_range(name, value, 0, MAX_PASSES)
-            if given[refreshes] > given[passes]:
+            if given[refreshes] > given[passes] + self.anchor_replacement:
                 raise ValueError(
-                    f"{refreshes} must be at most {passes} (a refresh stands before a pass), "
+                    f"{refreshes} must be at most {passes} + 1 (a refresh stands before a pass), "
                     f"got {refreshes}={given[refreshes]}, {passes}={given[passes]}"
                 )
         check_choice("selection", self.selection, SELECTIONS)

@@ -42,7 +42,7 @@ class RoundChoice(NamedTuple):
     jacobi_passes: int
     """J."""
     context_refreshes: int
-    """R ≤ J."""
+    """R ≤ J + 1."""
     num_refined: int = ALL_OUTCOMES
     """Outcomes, the likeliest ones, whose drafts are refined; B or more: all."""
 

@@ -29,6 +29,9 @@ CHOICES: tuple[RoundChoice | None, ...] = (
     None,
     RoundChoice(6, 32, 0, 0),
     RoundChoice(7, 32, 2, 2, 3),
+    RoundChoice(5, 16, 0, 1),
+    RoundChoice(1, 8, 0, 1),
+    RoundChoice(6, 16, 1, 2),
 )
 
 
@@ -69,9 +72,10 @@ def test_greedy_output_while_choices_change(tiny: Tiny, order: int) -> None:
     assert all(length <= choice.num_draft_tokens if choice else not length for choice, length in choosing.lengths)
 
 
-def test_a_choice_is_the_engine_of_that_shape(tiny: Tiny) -> None:
-    """Every block: γ = 4, B = 3, J1-R1 chosen of larger limits, against an engine that knows nothing else."""
-    prompt, choice = random_tokens(12, seed=3), RoundChoice(4, 3, 1, 1)
+@pytest.mark.parametrize("choice", [RoundChoice(4, 3, 1, 1), RoundChoice(4, 3, 0, 1)], ids=str)
+def test_a_choice_is_the_engine_of_that_shape(tiny: Tiny, choice: RoundChoice) -> None:
+    """Every block: γ = 4, B = 3 chosen of larger limits, against an engine that knows nothing else."""
+    prompt = random_tokens(12, seed=3)
     alone, chosen = tiny.engine(RoundConfig(**choice._asdict())), Choosing(tiny.engine(LIMITS), (choice,))
     results = [generate(tiny.offline(), engine, prompt, max_tokens=50) for engine in (alone, chosen)]
     assert results[0].rounds == results[1].rounds

@@ -15,6 +15,7 @@ from vllm_jetspecpp.transport.messages import NO_BLOCK, Draft, Verified, Verifie
 from vllm_jetspecpp.types import DraftBlock, Origin, Outcome
 
 ROUNDS = [(5, 4, 0, 0), (7, 1, 1, 0), (7, 16, 1, 1), (3, 5, 3, 3), (7, 4, 3, 2), (1, 3, 2, 2)]
+ANCHORS_FIRST = [(5, 4, 0, 1), (1, 3, 0, 1), (2, 2, 0, 1), (6, 3, 1, 2), (4, 5, 2, 3)]
 
 
 def first_message(slot: int, tokens: list[int], states: torch.Tensor) -> Verified:
@@ -29,7 +30,7 @@ def cached(engine: DraftEngine, slot: int) -> dict[Outcome, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     ("shape", "replacement"),
-    [*((shape, True) for shape in ROUNDS), ((7, 4, 1, 1), False), ((5, 3, 3, 2), False)],
+    [*((shape, True) for shape in [*ROUNDS, *ANCHORS_FIRST]), ((7, 4, 1, 1), False), ((5, 3, 3, 2), False)],
     ids=str,
 )
 def test_round_equals_plain_reference(tiny: Tiny, shape: tuple[int, int, int, int], replacement: bool) -> None:

@@ -18,10 +18,10 @@ from vllm_jetspecpp.config import EngineConfig, RoundConfig, check_keys, from_di
         ({"num_draft_tokens": 7, "num_outcomes": True}, "num_outcomes must be an integer"),
         ({"num_draft_tokens": 7, "jacobi_passes": -1}, "jacobi_passes must be an integer from 0 to 16, got -1"),
         (
-            {"num_draft_tokens": 7, "jacobi_passes": 1, "context_refreshes": 2},
-            "context_refreshes must be at most jacobi_passes",
+            {"num_draft_tokens": 7, "jacobi_passes": 1, "context_refreshes": 3},
+            "context_refreshes must be at most jacobi_passes . 1",
         ),
-        ({"num_draft_tokens": 7, "fallback_refreshes": 1}, "fallback_refreshes must be at most fallback_passes"),
+        ({"num_draft_tokens": 7, "fallback_refreshes": 2}, "fallback_refreshes must be at most fallback_passes . 1"),
         ({"num_draft_tokens": 7, "selection": "uncalibrate"}, "did you mean 'uncalibrated'"),
         ({"num_draft_tokens": 7, "num_outcome": 3}, "unknown option 'num_outcome' .did you mean 'num_outcomes'"),
     ],

@@ -48,7 +48,7 @@ def random_acceptance(rng: random.Random, gamma: int = 15) -> Acceptance:
         scale = sum(lengths) * rng.uniform(0.2, 1) / max(sum(shares), 1e-9)
         return Rounds(tuple(lengths), tuple(share * scale for share in shares))
 
-    passes = [(0, 0), (1, 1), (3, 3)]
+    passes = [(0, 0), (0, 1), (1, 1), (1, 2), (3, 3)]
     return Acceptance(gamma, {p: rounds(16) for p in passes}, {p: rounds(16) for p in passes}, rounds(0))
 
 
@@ -63,7 +63,8 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
     verify = costs.verify(batch, size)
     if b:
         m = min(m, b)
-        kinds = [acceptance.after_hit[j, r], acceptance.after_hit[0, 0], acceptance.after_miss[j, r]]
+        anchors = int(r > j)  # refreshed before the initial draft, a row each
+        kinds = [acceptance.after_hit[j, r], acceptance.after_hit[0, anchors], acceptance.after_miss[j, r]]
         shares = [1.0, 0.0, 0.0]  # of blocks refined, drafted ahead but not refined, and drafted after a miss
         for _ in range(800):
             refined, plain = (
@@ -72,9 +73,11 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
             )
             shares = [refined, plain, 1 - refined - plain]
         p = shares[0] + shares[1]
-        rows, refined_rows = batch * b * size, batch * m * size
-        draft = costs.foresight(batch * size) + costs.draft_pass(rows)
-        draft += j * costs.draft_pass(refined_rows) + r * costs.refresh(refined_rows)
+        rows, refined_rows = batch * b * (size - anchors), batch * m * (size - anchors)
+        draft = costs.foresight(batch * size) + anchors * costs.refresh(batch * b)
+        if size - anchors > 1:  # else the decoder's tokens are the whole draft
+            draft += costs.draft_pass(rows)
+            draft += j * costs.draft_pass(refined_rows) + (r - anchors) * costs.refresh(refined_rows)
         mean = sum(share * tau(kind) for share, kind in zip(shares, kinds, strict=True))
     else:
         p, draft, mean = 0.0, 0.0, tau(acceptance.in_line)
@@ -150,7 +153,15 @@ def test_a_number_given_is_the_only_one() -> None:
 def test_fit_finds_the_lines() -> None:
     lines = Line(2e-3, 1e-5), Line(4e-3, 2e-5), Line(8e-3, 0.0)
     costs = Costs(Grid((1,), (1,), ((1.0,),)), Line(0, 0), *lines, Line(0, 0), comm=0.0)
-    shapes = [(1, 7, 1, 0, 0), (1, 7, 4, 0, 0), (1, 3, 4, 1, 1), (4, 7, 2, 3, 3), (2, 15, 1, 1, 0), (4, 3, 1, 0, 0)]
+    shapes = [
+        (1, 7, 1, 0, 0),
+        (1, 7, 4, 0, 0),
+        (1, 3, 4, 1, 1),
+        (4, 7, 2, 3, 3),
+        (2, 15, 1, 1, 0),
+        (4, 3, 1, 0, 0),
+        (1, 3, 4, 0, 1),
+    ]
     rounds = [MeasuredRound(n, RoundChoice(*shape), costs.draft(n, RoundChoice(*shape))) for n, *shape in shapes]
     for found, line in zip(fit_rounds(rounds), lines, strict=True):
         assert found(100) == pytest.approx(line(100), rel=0.02)
@@ -269,7 +280,7 @@ def test_planner_settles_on_the_best() -> None:
 def test_planner_learns_what_drafting_ahead_does_to_the_target() -> None:
     """Steps beside drafting ahead take 1.5 times as long, as on cores that share their memory: in line is better."""
     acceptance, costs = unmeasured(7), dataclasses.replace(some_costs(), fallback=Line(5e-3, 1e-5))
-    planner = Planner(costs, acceptance, Options.within(acceptance, 7, jacobi_passes=0))
+    planner = Planner(costs, acceptance, Options.within(acceptance, 7, jacobi_passes=0, context_refreshes=0))
     assert (planner.choose(1, 1) or COPIES).num_outcomes > 0
     world = World(costs, acceptance, beside=1.5)
     world.serve(planner, 1500)

@@ -15,7 +15,7 @@ def add_round_options(parser: argparse.ArgumentParser, num_outcomes: int, max_ne
     """The shape of a round, under the names of the method."""
     for name, default, text in (
         ("jacobi", 1, "J, refinement passes"),
-        ("refresh", 1, "R <= J, context refreshes"),
+        ("refresh", 1, "R <= J + 1, context refreshes"),
         ("num-outcomes", num_outcomes, "B, outcomes drafted for"),
         ("max-new-tokens", max_new_tokens, "longest answer"),
     ):
@@ -193,7 +193,7 @@ def add_acceptance(subcommands: Subcommands) -> None:
     parser.add_argument(
         "--settings",
         type=settings,
-        default="0-0,1-0,1-1,2-2,3-3",
+        default="0-0,0-1,1-0,1-1,2-2,3-3",
         metavar="J-R,...",
         help="every J and R to record (default: %(default)s)",
     )

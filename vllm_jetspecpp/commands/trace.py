@@ -40,7 +40,7 @@ def add_trace(subcommands: Subcommands) -> None:
         ("num-speculative-tokens", "γ, draft tokens a block"),
         ("num-outcomes", "B, outcomes drafted for"),
         ("jacobi", "J, refinement passes"),
-        ("refresh", "R <= J, context refreshes"),
+        ("refresh", "R <= J + 1, context refreshes"),
     ):
         parser.add_argument(f"--{option}", type=int, default=None, help=f"{text} (default: the method's)")
     parser.add_argument(

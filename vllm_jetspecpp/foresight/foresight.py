@@ -164,6 +164,8 @@ def draft_refined(
 ) -> Blocks:
     """Initial draft, then ``passes`` Jacobi passes (Eq. 8), a context refresh before each of the first ``refreshes``.
 
+    With one refresh more than passes the first one comes before the initial draft, see :func:`_draft_after_refresh`.
+
     Args:
         blocks: anchor and noise.
         anchor: [rows, blocks] int64, absolute positions.
@@ -172,6 +174,8 @@ def draft_refined(
         replacement: whether a refresh also writes and fixes tokens.
         num_refined: so many blocks of each row, the first ones, are refined; None: all.
     """
+    if refreshes > passes:
+        return _draft_after_refresh(nets, blocks, anchor, context, before, passes, num_refined)
     _, count, size = blocks.tokens.shape
     _, positions, fixed, whole = _layout(blocks, anchor, before)
     blocks = draft_pass(nets, blocks, positions, fixed, context.draft_model, whole)
@@ -184,6 +188,38 @@ def draft_refined(
     before = [piece[:, : num_refined * size] for piece in before]
     first = _refine(nets, first, anchor[:, :num_refined], context, before, passes, refreshes, replacement)
     return Blocks(*(torch.cat(pair, dim=1) for pair in zip(first, rest, strict=True)))
+
+
+def _draft_after_refresh(
+    nets: Networks,
+    blocks: Blocks,
+    anchor: Tensor,
+    context: Context,
+    before: list[Tensor],
+    passes: int,
+    num_refined: int | None,
+) -> Blocks:
+    """Refresh the anchors before anything is drafted: their states, and the token after each, need no draft.
+
+    That token is the decoder's, as in anchor replacement, and with it as anchor the rest of the block is drafted and
+    refined as usual. Ours, not the paper's: one row a block where a refresh of the draft reads γ + 1, and no further
+    pass. Arguments as of :func:`draft_refined`.
+    """
+    _, count, size = blocks.tokens.shape
+    own = branch_masks(count, 1, anchor.device).own(torch.zeros_like(anchor))
+    mask = torch.cat([*(piece[:, ::size] for piece in before), own], dim=-1)
+    refresh = simulate_verification(nets, blocks.tokens[..., 0], anchor, context, mask)
+    found = nets.likeliest_with_log_prob(refresh.hidden)
+    first = Blocks(*(values.unsqueeze(-1) for values in found))
+    if size > 2:
+        rest = Blocks(*(torch.cat([new, old[..., 2:]], dim=-1) for new, old in zip(first, blocks, strict=True)))
+        states = refresh.context(nets) if passes else Context([refresh.draft_context(nets)], [], [])
+        later = [piece.unflatten(1, (count, size))[:, :, 1:].flatten(1, 2) for piece in before]
+        later.append(own.repeat_interleave(size - 1, dim=1))
+        first = draft_refined(
+            nets, rest, anchor + 1, context.extended(states), later, passes, passes, num_refined=num_refined
+        )
+    return Blocks(*(torch.cat([old[..., :1], new], dim=-1) for old, new in zip(blocks, first, strict=True)))
 
 
 def _layout(blocks: Blocks, anchor: Tensor, before: list[Tensor]) -> tuple[BranchMasks, Tensor, Tensor, Tensor]:

@@ -126,10 +126,10 @@ class Acceptance:
 def unmeasured(num_draft_tokens: int) -> Acceptance:
     """What is assumed of a checkpoint that says nothing, until running averages know better.
 
-    Our choice, not the paper's: every draft token has an even chance (.6 after J_0, .65 with a refresh, .7 with two and
-    .72 with three), and a cache of B outcomes misses one in 1 + B / 2 of them.
+    Our choice, not the paper's: every draft token has an even chance (.6 after J_0, .63 with refreshed anchors, .65
+    with a refresh, .7 with two and .72 with three), and a cache of B outcomes misses one in 1 + B / 2 of them.
     """
-    chances = {(0, 0): 0.6, (1, 1): 0.65, (2, 2): 0.7, (3, 3): 0.72}
+    chances = {(0, 0): 0.6, (0, 1): 0.63, (1, 1): 0.65, (2, 2): 0.7, (3, 3): 0.72}
     ranks = [1 / (1 + b / 2) - 1 / (1 + (b + 1) / 2) for b in range(16)]
 
     def rounds(chance: float) -> Rounds:

@@ -88,11 +88,10 @@ class Costs:
         """Left side of Eq. 3 for ``drafted`` requests in one round, without the commit."""
         if not choice.num_outcomes:
             return 0.0
-        size = choice.num_draft_tokens + 1
-        rows = drafted * choice.num_outcomes * size
-        refined = drafted * min(choice.num_refined, choice.num_outcomes) * size
-        passes = self.draft_pass(rows) + choice.jacobi_passes * self.draft_pass(refined)
-        return self.foresight(drafted * size) + passes + choice.context_refreshes * self.refresh(refined)
+        work = RoundWork.of(drafted, choice)
+        passes = self.draft_pass.base * work.passes + self.draft_pass.slope * work.pass_rows
+        refreshes = self.refresh.base * work.refreshes + self.refresh.slope * work.refresh_rows
+        return self.foresight(work.foresight_rows) + passes + refreshes
 
     def overlap(self, verify: float, draft: float) -> tuple[float, float]:
         """When a target step and a round end that begin together, each with the time it takes alone.
@@ -194,6 +193,36 @@ def _check_seconds(values: Any, count: int, where: str) -> None:
             raise ValueError(f"{where}: seconds lie between 0 and {MAX_SECONDS:g}, got {n!r}")
 
 
+class RoundWork(NamedTuple):
+    """How often the networks run in a round, and over how many rows in all."""
+
+    foresight_rows: int
+    passes: int
+    """Of the draft model."""
+    pass_rows: int
+    refreshes: int
+    refresh_rows: int
+
+    @classmethod
+    def of(cls, drafted: int, choice: RoundChoice) -> RoundWork:
+        """Of a round of ``drafted`` requests."""
+        blocks = drafted * choice.num_outcomes
+        refined = drafted * min(choice.num_refined, choice.num_outcomes)
+        size = choice.num_draft_tokens + 1
+        # Anchors refreshed before the initial draft: a row each, and the blocks drafted are one shorter.
+        anchors = int(choice.context_refreshes > choice.jacobi_passes)
+        passes = choice.jacobi_passes + 1 if size - anchors > 1 else 0
+        refreshes = (choice.context_refreshes - anchors) if passes else 0
+        drawn = blocks + (passes - 1) * refined if passes else 0
+        return cls(
+            foresight_rows=drafted * size,
+            passes=passes,
+            pass_rows=drawn * (size - anchors),
+            refreshes=refreshes + anchors,
+            refresh_rows=refreshes * refined * (size - anchors) + anchors * blocks,
+        )
+
+
 class MeasuredRound(NamedTuple):
     """One measured round of drafting."""
 
@@ -207,17 +236,12 @@ class MeasuredRound(NamedTuple):
 def fit_rounds(rounds: Sequence[MeasuredRound]) -> tuple[Line, Line, Line]:
     """``foresight``, ``draft_pass`` and ``refresh`` of :class:`Costs`, by least squares of the relative error.
 
-    A round takes F + (J + 1) P + R Q with F, P and Q linear in their rows: six numbers, none below zero.
+    A round takes F + (J + 1) P + R Q with F, P and Q linear in their rows (:class:`RoundWork`): six numbers, none below
+    zero.
     """
     features, times = [], []
     for drafted, choice, seconds in rounds:
-        size = choice.num_draft_tokens + 1
-        rows, passes, refreshes = (
-            drafted * choice.num_outcomes * size,
-            choice.jacobi_passes + 1,
-            choice.context_refreshes,
-        )
-        features.append([1, drafted * size, passes, passes * rows, refreshes, refreshes * rows])
+        features.append([1, *RoundWork.of(drafted, choice)])
         times.append(seconds)
     a, b, c, d, e, f = non_negative_least_squares(features, times)
     return Line(a, b), Line(c, d), Line(e, f)

@@ -20,7 +20,6 @@ GAMMAS = (1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 19, 23, 31, 47, 63)
 """Block lengths that are considered, and the longest allowed one."""
 OUTCOMES = (0, 1, 2, 4, 6, 8, 12, 16)
 """Cache sizes that are considered."""
-NOT_REFINED: Passes = (0, 0)
 MIXING_ROUNDS = 50
 """After which shares of a chain of three kinds of blocks have long settled."""
 MARGIN_TOKENS = 7
@@ -260,7 +259,7 @@ class Plan:
         passes = (choice.jacobi_passes, choice.context_refreshes)
         if not was_hit:
             return self.acceptance.after_miss[passes]
-        if choice.num_refined >= choice.num_outcomes or NOT_REFINED not in self.acceptance.after_hit:
+        if choice.num_refined >= choice.num_outcomes or _unrefined(passes) not in self.acceptance.after_hit:
             return self.acceptance.after_hit[passes]
         key = choice[1:]
         if key not in self._mixtures:
@@ -271,7 +270,7 @@ class Plan:
         """Of hits some are refined and some are not, by the rank of the outcome that came true: in the long run."""
         passes, edges = (choice.jacobi_passes, choice.context_refreshes), (0, choice.num_refined, choice.num_outcomes)
         after_hit = self.acceptance.after_hit
-        kinds = (after_hit[passes], after_hit[NOT_REFINED], self.acceptance.after_miss[passes])
+        kinds = (after_hit[passes], after_hit[_unrefined(passes)], self.acceptance.after_miss[passes])
         # From a block of each kind to one of the first or second kind, else a miss.
         to = [[sum(kind.ranks[a:b]) / kind.count for a, b in pairwise(edges)] for kind in kinds]
         shares = [0.5, 0.3, 0.2]
@@ -313,6 +312,11 @@ class Plan:
     def choose(self, batch: int, drafted: int | None = None) -> Prediction:
         """The row of highest throughput; of equal ones the first, so never drafting that is no gain."""
         return best(self.explain(batch, drafted))
+
+
+def _unrefined(passes: Passes) -> Passes:
+    """What the drafts get that no pass refines: with R = J + 1 their anchors are refreshed all the same."""
+    return 0, int(passes[1] > passes[0])
 
 
 def cell_of(choice: RoundChoice | None) -> int:

@@ -131,7 +131,7 @@ class Planner:
                     r for r in plan.explain(batch, drafted)[1:] if r.choice and (r.choice.num_outcomes > 0) != ahead
                 ]
                 if rows and best(rows).throughput > OTHER_IS_CLOSE * chosen.throughput:
-                    return _Trial(best(rows).choice, chosen.throughput)
+                    return _Trial(best(rows).choice, chosen.throughput, best(rows).tokens)
             close = chosen.throughput < PLAIN_IS_CLOSE * plain.throughput
             return _Trial(None, chosen.throughput) if close else None
         drafting = best(plan.explain(batch, drafted)[1:])
@@ -278,12 +278,17 @@ class FixedChoice:
 
 
 class _Trial:
-    """Some steps under a choice that is not the best known one."""
+    """Some steps under a choice that is not the best known one.
 
-    def __init__(self, choice: RoundChoice | None, to_beat: float) -> None:
-        self.choice, self._to_beat = choice, to_beat
-        self._steps = self._tokens = 0
-        self._seconds = 0.0
+    Args:
+        to_beat: throughput without it.
+        tokens: expected of a step, where these are known well and only times are to be learnt: in a few steps chance
+            decides about tokens. None: those that come.
+    """
+
+    def __init__(self, choice: RoundChoice | None, to_beat: float, tokens: float | None = None) -> None:
+        self.choice, self._to_beat, self._expected = choice, to_beat, tokens
+        self._steps, self._tokens, self._seconds = 0, 0.0, 0.0
         self._seen = 0
 
     def see(self, step: Step) -> None:
@@ -291,7 +296,7 @@ class _Trial:
         self._seen += 1
         if step.seconds is not None:
             self._steps += 1
-            self._tokens += step.tokens
+            self._tokens += step.tokens if self._expected is None else self._expected
             self._seconds += step.seconds
 
     @property

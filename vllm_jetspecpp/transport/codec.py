@@ -184,7 +184,7 @@ def _read_choice(gamma: int, outcomes: int, passes: int, refreshes: int, refined
     if choice == _NO_CHOICE:
         return None
     possible = 0 <= gamma <= MAX_DRAFT_TOKENS and 0 <= outcomes <= MAX_OUTCOMES and 1 <= refined <= MAX_OUTCOMES
-    if not possible or not 0 <= refreshes <= passes <= MAX_PASSES:
+    if not possible or not (0 <= passes <= MAX_PASSES and 0 <= refreshes <= passes + 1):
         raise ValueError(f"message names an impossible round: {tuple(choice)}")
     return choice
 

@@ -71,7 +71,7 @@ class JetSpecConfig(SpeculativeConfig):
     jacobi_passes: int | str = DEFAULT_SHAPE[1]
     """J, refinement passes of each draft, or ``auto``."""
     context_refreshes: int | str = DEFAULT_SHAPE[2]
-    """R ≤ J, context refreshes, one before each of the first R passes, or ``auto``."""
+    """R ≤ J + 1, context refreshes, one before each of the first R passes (see ``RoundConfig``), or ``auto``."""
     num_refined: int | str = AUTO
     """Outcomes, the likeliest ones, whose drafts are refined; the others keep the initial draft (not the paper's).
     ``auto``: the planner's choice, all without it."""
@@ -182,7 +182,7 @@ class JetSpecConfig(SpeculativeConfig):
         if passes == AUTO:
             passes = MOST_PASSES if refreshes == AUTO else max(MOST_PASSES, refreshes)
         if refreshes == AUTO:
-            refreshes = min(MOST_PASSES, passes)
+            refreshes = min(MOST_PASSES, passes + 1)
         return {
             "num_outcomes": OUTCOMES[-1] if outcomes == AUTO else outcomes,
             "jacobi_passes": passes,
@@ -199,7 +199,7 @@ class JetSpecConfig(SpeculativeConfig):
         )
         if passes < refreshes and self.jacobi_passes == AUTO:
             passes = refreshes
-        return RoundChoice(self.num_speculative_tokens, outcomes, passes, min(passes, refreshes), refined)
+        return RoundChoice(self.num_speculative_tokens, outcomes, passes, min(passes + 1, refreshes), refined)
 
     def acceptance(self) -> Acceptance:
         """What the checkpoint's drafts are worth, as recorded or, where it says nothing, as assumed."""
