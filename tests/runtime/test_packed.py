@@ -10,10 +10,10 @@ from tests.tiny_round import Tiny, random_tokens
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.models.attention import KeysValues, Rope
 from vllm_jetspecpp.models.networks import largest, load_networks
-from vllm_jetspecpp.models.packed_layers import PackedContext, PackedLayer, PackedTaps
-from vllm_jetspecpp.models.packed_linear import PackedLinear
+from vllm_jetspecpp.models.packed_layers import FloatNorm, PackedContext, PackedLayer, PackedTaps
+from vllm_jetspecpp.models.packed_linear import PackedLinear, ReorderedLinear
 from vllm_jetspecpp.models.smoothing import LargestInputs, smoothing
-from vllm_jetspecpp.models.target_layers import LayerConfig, TransformerLayer
+from vllm_jetspecpp.models.target_layers import LayerConfig, RMSNorm, TransformerLayer
 from vllm_jetspecpp.runtime.draft_engine import DraftEngine
 from vllm_jetspecpp.transport.messages import NO_BLOCK, Verified, VerifiedBatch
 from vllm_jetspecpp.types import Origin
@@ -140,3 +140,22 @@ def test_what_cannot_be_packed_is_refused() -> None:
             EngineConfig("t", "c", RoundConfig(7), 1, 128, weights="int8", **options)
     with pytest.raises(ValueError, match=r"draft_weights must be one of 'auto', 'int8', 'plain', got 'int4'"):
         EngineConfig("t", "c", RoundConfig(7), 1, 128, weights="int4")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 300])
+def test_reordered_product_is_the_product(rows: int) -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        linear = nn.Linear(96, 64, bias=False, dtype=dtype)
+        x = torch.randn(2, rows, 96, dtype=dtype)
+        assert difference(ReorderedLinear(linear)(x), linear(x)) < 0.01
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+def test_float_norm_is_the_norm(scale: float) -> None:
+    """Also where ε decides, and of nothing at all: rows that pad a message are zeros."""
+    torch.manual_seed(0)
+    norm = RMSNorm(96, 1e-5)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = scale * torch.randn(3, 96)
+    assert torch.allclose(FloatNorm(norm)(x), norm(x), rtol=1e-5, atol=1e-7)

@@ -14,7 +14,7 @@ from vllm_jetspecpp.models.attention import additive
 from vllm_jetspecpp.models.checkpoint import CheckpointInfo, check_checkpoint, load_checkpoint
 from vllm_jetspecpp.models.draft_model import DraftModel
 from vllm_jetspecpp.models.packed_layers import FloatNorm, PackedContext, PackedLayer, PackedTaps
-from vllm_jetspecpp.models.packed_linear import PackedLinear, has_int8_products
+from vllm_jetspecpp.models.packed_linear import PackedLinear, ReorderedLinear, has_int8_products
 from vllm_jetspecpp.models.smoothing import LargestInputs, smoothing
 from vllm_jetspecpp.models.target_layers import LayerConfig
 from vllm_jetspecpp.models.target_parts import TargetParts, load_target_config, load_target_parts, resolve_folder
@@ -120,7 +120,7 @@ NUM_TRIALS = 16
 def pack_networks(nets: Networks) -> None:
     """Replace the layers and the LM head of ``nets`` by packed ones, for inference on the CPU.
 
-    ``fc`` stays as it is: it reads states that no norm comes before, and int8 would cost it a twentieth of its output.
+    ``fc`` keeps its dtype: it reads states that no norm comes before, and int8 would cost it a twentieth of its output.
     """
     draft_model, decoder = nets.draft_model, nets.target.decoder
     blocks, contexts = _trial(nets)
@@ -133,6 +133,7 @@ def pack_networks(nets: Networks) -> None:
         for index, layer in enumerate(stack):
             stack[index] = PackedLayer(layer, blocks)
     for module, name, packed in (
+        (draft_model, "fc", ReorderedLinear(draft_model.fc)),
         (draft_model, "hidden_norm", FloatNorm(draft_model.hidden_norm, fused)),
         (draft_model, "norm", FloatNorm(draft_model.norm)),
         (decoder, "norm", FloatNorm(decoder.norm)),

@@ -7,6 +7,7 @@ at some tens of rows an operation costs as much to start as to run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -30,14 +31,20 @@ class FloatNorm(nn.Module):
         self.weight = norm.weight.detach().float() / divisor if isinstance(norm, RMSNorm) else None
         self.eps = norm.eps if isinstance(norm, RMSNorm) else 0.0
 
+    @cached_property
+    def _scaled(self) -> tuple[Tensor, Tensor]:
+        """Weights and √ε, for sums of squares instead of means."""
+        assert self.weight is not None
+        root = self.weight.shape[-1] ** 0.5
+        return self.weight * root, torch.tensor(self.eps**0.5 * root)
+
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] → [..., size]."""
+        """[..., size] → [..., size]. Four operations: PyTorch's own takes twice the time at a few rows."""
         if self.weight is None:
             return x
-        x = x.float()
-        if self.weight.ndim == 1:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        x, (weight, floor) = x.float(), self._scaled
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)
+        return (x / length).mul_(weight)
 
 
 class PackedLayer(nn.Module):
