@@ -288,6 +288,17 @@ def test_planner_learns_what_drafting_ahead_does_to_the_target() -> None:
     assert planner.state()["factors"]["beside"] > 1.2
 
 
+def test_a_slow_fallback_says_nothing_of_rounds() -> None:
+    """Misses take twice as long as measured, the rounds themselves do not: hidden as they are, nobody sees them."""
+    acceptance, costs = unmeasured(7), some_costs()
+    slow = dataclasses.replace(costs, fallback=Line(2 * costs.fallback.base, 2 * costs.fallback.slope))
+    planner = Planner(costs, acceptance, Options.within(acceptance, 7, 4, 0, 0))
+    World(slow, acceptance).serve(planner, 600)
+    factors = planner.state()["factors"]
+    assert factors["fallback"] == pytest.approx(2, rel=0.1)
+    assert factors["drafting"] == pytest.approx(1, abs=0.05)
+
+
 def test_planner_leaves_drafting_that_does_not_pay() -> None:
     """Text on which nothing is accepted, and drafting four times as slow as measured: near plain decoding's speed."""
     acceptance = unmeasured(7)

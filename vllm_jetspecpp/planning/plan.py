@@ -71,7 +71,9 @@ class Pace:
     target: float = 1.0
     """Factor on every step of the target."""
     drafting: float = 1.0
-    """Factor on everything the draft process does."""
+    """Factor on rounds of the draft process."""
+    fallback: float = 1.0
+    """Factor on drafting after a miss."""
     beside: float = 1.0
     """Further factor on the target's steps beside drafting ahead: the two share caches and memory."""
     cells: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -216,7 +218,7 @@ class Plan:
         drafting = (1 - copied.share) * (choice.num_draft_tokens > 0)
         missing = drafted * (1 - hit_rate) * size
         fallback = self.costs.fallback.base * (1 - all_hit) + self.costs.fallback.slope * missing
-        fallback *= pace * drafting
+        fallback *= self.pace.fallback * drafting
         both = all_hit * max(after_hit) + (1 - all_hit) * max(after_miss)
         seconds = both + self.costs.comm + fallback
         seconds += 0.0 if choice.num_draft_tokens else copied.wait * batch

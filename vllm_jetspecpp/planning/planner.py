@@ -214,6 +214,7 @@ class Planner:
             "target": pace.target,
             "beside": pace.beside,
             "drafting": pace.drafting,
+            "fallback": pace.fallback,
             "copied_share": corrections.copied.share,
             "copied_tau": corrections.copied.tau,
             "copied_alone_share": corrections.copied_alone.share,

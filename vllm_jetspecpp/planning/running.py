@@ -1,8 +1,8 @@
 """Running averages: what serving teaches about rates and times, on top of what was recorded and measured.
 
 Few numbers, each a factor with a prior of 1: one on misses, one on rejections after hits and one after misses, one on
-the target's time and one on drafting's, and one on each batch and block size that was served. A factor holds for
-choices that are not in force too, which is what makes leaving a choice possible.
+the target's time, one on drafting's and one on that after a miss, and one on each batch and block size that was served.
+A factor holds for choices that are not in force too, which is what makes leaving a choice possible.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Running:
         }
         self._target = Ratio(3, 40)
         self._beside = Ratio(3, 60)
-        self._drafting = Ratio(3, 60)
+        self._drafting, self._fallback = Ratio(3, 60), Ratio(3, 60)
         self._cells: dict[tuple[int, int], Ratio] = {}
 
     @property
@@ -133,7 +133,7 @@ class Running:
     def pace(self) -> Pace:
         """Factors on times."""
         cells = {cell: ratio.value for cell, ratio in self._cells.items()}
-        return Pace(self._target.value, self._drafting.value, self._beside.value, cells)
+        return Pace(self._target.value, self._drafting.value, self._fallback.value, self._beside.value, cells)
 
     def see(self, step: Step, recorded: Plan) -> None:
         """Learn from one step; ``recorded`` is the plan without any factor."""
@@ -204,15 +204,17 @@ class Running:
         """The wait for answers tells how long drafting takes, unless it was hidden as expected."""
         missed = sum(origin in (Origin.FIRST, Origin.FALLBACK) for origin in step.answers)
         fallback = self._costs.fallback(missed * (choice.num_draft_tokens + 1)) if missed else 0.0
-        answer, wait = fallback + self._costs.comm, step.exposed
+        comm, wait = self._costs.comm, step.exposed
+        answer = self._fallback.value * fallback + comm
         if not self._costs.concurrent:
-            self._drafting.add(_ratio(wait, said.draft - said.verify + answer), 1.0)
-        elif said.draft and (
-            self._drafting.value * said.draft > verify or (not missed and wait > self._costs.comm + 1e-3)
-        ):
-            self._drafting.add(_ratio(verify + wait, said.draft + answer), 1.0)
+            ratio = _ratio(wait, said.draft - said.verify + fallback + comm)
+            self._drafting.add(ratio, 1.0)
+            self._fallback.add(ratio, 1.0)
+        elif said.draft and (self._drafting.value * said.draft > verify or (not missed and wait > comm + 1e-3)):
+            self._drafting.add(_ratio(max(verify + wait - answer, 0.0), said.draft), 1.0)
         elif missed:
-            self._drafting.add(_ratio(wait, answer), 1.0)
+            # Apart from the rounds: other products, and on what the target has left in the caches.
+            self._fallback.add(_ratio(max(wait - comm, 0.0), fallback), 1.0)
 
 
 def _ratio(measured: float, predicted: float) -> float:
