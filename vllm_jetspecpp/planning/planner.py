@@ -34,6 +34,8 @@ OTHER_IS_CLOSE = 0.8
 """Drafting in line is tried where one drafts ahead, or the other way round, if it promises at least this share."""
 TRIAL_PAYS = 1.05
 """A trial goes on while it brings this many times what is promised without it."""
+TRIAL_FAILS, LEAST_TRIAL = 0.6, 3
+"""It ends early, after so many steps, where it brings less than this share."""
 
 
 @dataclass
@@ -307,5 +309,7 @@ class _Trial:
 
     @property
     def over(self) -> bool:
-        """After :data:`TRIAL_STEPS`; as long as it pays, eight times as many."""
+        """After :data:`TRIAL_STEPS`; as long as it pays, eight times as many; sooner where it plainly fails."""
+        if self._steps >= LEAST_TRIAL and self._tokens < TRIAL_FAILS * self._to_beat * self._seconds:
+            return True
         return self._seen >= (8 * TRIAL_STEPS if self._steps and self.pays else TRIAL_STEPS)
