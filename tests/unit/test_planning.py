@@ -274,7 +274,7 @@ def test_planner_settles_on_the_best() -> None:
     best = Plan(some_costs(), acceptance, Options.within(acceptance, 7)).choose(1)
     assert best.choice is not None
     assert world.tokens / world.seconds > 0.93 * best.throughput
-    assert planner.state()["factors"]["drafting"] == pytest.approx(1, abs=0.15)
+    assert planner.state()["factors"]["1"]["drafting"] == pytest.approx(1, abs=0.15)
 
 
 def test_planner_learns_what_drafting_ahead_does_to_the_target() -> None:
@@ -285,7 +285,7 @@ def test_planner_learns_what_drafting_ahead_does_to_the_target() -> None:
     world = World(costs, acceptance, beside=1.5)
     world.serve(planner, 1500)
     assert sum(choice is not None and not choice.num_outcomes for choice in world.choices[-400:]) > 350
-    assert planner.state()["factors"]["beside"] > 1.2
+    assert planner.state()["factors"]["1"]["beside"] > 1.2
 
 
 def test_a_slow_fallback_says_nothing_of_rounds() -> None:
@@ -294,9 +294,24 @@ def test_a_slow_fallback_says_nothing_of_rounds() -> None:
     slow = dataclasses.replace(costs, fallback=Line(2 * costs.fallback.base, 2 * costs.fallback.slope))
     planner = Planner(costs, acceptance, Options.within(acceptance, 7, 4, 0, 0))
     World(slow, acceptance).serve(planner, 600)
-    factors = planner.state()["factors"]
+    factors = planner.state()["factors"]["1"]
     assert factors["fallback"] == pytest.approx(2, rel=0.1)
     assert factors["drafting"] == pytest.approx(1, abs=0.05)
+
+
+def test_what_large_batches_teach_holds_for_them() -> None:
+    """Drafting for sixteen is six times as slow as measured, for one as measured: neither misleads the other."""
+    acceptance, costs = unmeasured(7), some_costs()
+    planner = Planner(costs, acceptance, Options.within(acceptance, 7))
+    alone, together = World(costs, acceptance), World(some_costs(6), acceptance)
+    alone.serve(planner, 200)
+    planner.pin(RoundChoice(7, 4, 1, 1))
+    together.serve(planner, 60, batch=16)
+    planner.unpin()
+    alone.serve(planner, 100)
+    factors = planner.state()["factors"]
+    assert factors["16"]["drafting"] > 2 and factors["1"]["drafting"] == pytest.approx(1, abs=0.15)
+    assert all(choice and choice.num_outcomes for choice in alone.choices[-100:])
 
 
 def test_planner_leaves_drafting_that_does_not_pay() -> None:
@@ -380,5 +395,5 @@ def test_planner_learns_what_copies_are_worth(share: float, tau: float) -> None:
         planner.see(Step(choice, choice, 1, len(blocks), seconds, exposed, blocks, answers))
     assert set(chosen[-100:]) <= ({COPIES} if tau > 1 else {None, COPIES})
     assert chosen[-100:].count(COPIES if tau > 1 else None) > 80
-    corrections = planner.running.corrections
+    corrections = planner.running(1).corrections
     assert corrections.copied_alone.tau == pytest.approx(tau, abs=0.3)

@@ -58,7 +58,7 @@ def test_same_output(llm: Any, plain: dict[str, Any], prompts: list[list[int]]) 
     assert generate(llm, prompts[3:4]) == plain["outputs"][3:4]
     stats = take_stats(llm)
     assert sum(stats["steps_by_choice"].values()) > 60 and stats["plan"]["choices"]
-    assert stats["invalid_blocks"] == 0 and {"target", "drafting", "misses"} <= stats["plan"]["factors"].keys()
+    assert stats["invalid_blocks"] == 0 and {"target", "drafting", "misses"} <= stats["plan"]["factors"]["1"].keys()
 
 
 def test_same_output_while_choices_change(llm: Any, plain: dict[str, Any], prompts: list[list[int]]) -> None:

@@ -58,7 +58,7 @@ class Planner:
 
     def __init__(self, costs: Costs, acceptance: Acceptance, options: Options) -> None:
         self._recorded = Plan(costs, acceptance, options)
-        self.running = Running(costs, copies=0 in options.gammas)
+        self._running: dict[int, Running] = {}
         self._current: dict[tuple[int, int], _Current] = {}
         self._trial: _Trial | None = None
         self._other_next = False
@@ -68,9 +68,18 @@ class Planner:
         self._until_promise = 0
         self._until_trial = self._interval = TRIAL_EVERY
 
-    def plan(self) -> Plan:
-        """Eq. 4 as it stands now, running averages included."""
-        return self._recorded.corrected(self.running.corrections, self.running.pace)
+    def running(self, batch: int) -> Running:
+        """What was learnt at about this batch size; at others drafting takes and brings other than in proportion."""
+        size = batch.bit_length()
+        if size not in self._running:
+            options = self._recorded.options
+            self._running[size] = Running(self._recorded.costs, copies=0 in options.gammas)
+        return self._running[size]
+
+    def plan(self, batch: int) -> Plan:
+        """Eq. 4 for this batch size as it stands now, running averages included."""
+        running = self.running(batch)
+        return self._recorded.corrected(running.corrections, running.pace)
 
     def choose(self, batch: int, drafted: int) -> RoundChoice | None:
         """What the next step of ``batch`` requests is drafted with, ``drafted`` of them at most; None: no drafting."""
@@ -98,14 +107,14 @@ class Planner:
         """The choice in force, looked at again when it is due."""
         current = self._current.get((batch, drafted))
         if current is None:
-            plan = self.plan()
+            plan = self.plan(batch)
             current = self._current[batch, drafted] = _Current(self._best(plan, batch, drafted))
             current.min_accept_prob = plan.min_accept_prob(current.chosen, batch)
         current.until_look -= 1
         if current.until_look < 0:
             current.interval = min(2 * current.interval, REPLAN_EVERY)
             current.until_look = current.interval
-            plan, choice = self.plan(), current.chosen.choice
+            plan, choice = self.plan(batch), current.chosen.choice
             now = plan.plain(batch) if choice is None else plan.predict(choice, batch, drafted)
             new = self._best(plan, batch, drafted)
             drafting_fails = choice is not None and now.throughput < plan.plain(batch).throughput
@@ -122,7 +131,7 @@ class Planner:
 
     def _begin_trial(self, chosen: Prediction, batch: int, drafted: int) -> _Trial | None:
         """Try the other thing, where there is a chance that it is better."""
-        plan = self.plan()
+        plan = self.plan(batch)
         plain = plan.plain(batch)
         if chosen.choice is not None:
             self._other_next = not self._other_next
@@ -145,7 +154,7 @@ class Planner:
 
     def see(self, step: Step) -> None:
         """Learn from a step that is over."""
-        self.running.see(step, self._recorded)
+        self.running(step.batch).see(step, self._recorded)
         if step.seconds is not None and step.drafted in (0, step.batch):
             self._served.setdefault(step.batch, Served()).add(step, *self._promises(step))
         trial = self._trial
@@ -163,7 +172,7 @@ class Planner:
         choice = step.choice if step.drafted else None
         key = (step.batch, choice)
         if key not in self._promised:
-            plans = (self.plan(), self._recorded)
+            plans = (self.plan(step.batch), self._recorded)
             rows = [p.plain(step.batch) if choice is None else p.predict(choice, step.batch) for p in plans]
             self._promised[key] = rows[0].throughput, rows[1].throughput
         return self._promised[key]
@@ -186,7 +195,8 @@ class Planner:
     def summary(self, max_batch: int) -> str:
         """One line for the log: the choice for each batch size, as known now."""
         batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= max(max_batch, 1)]
-        return ", ".join(f"{batch}: {self._best(self.plan(), batch, batch).choice or NO_DRAFTING}" for batch in batches)
+        best = {batch: self._best(self.plan(batch), batch, batch).choice for batch in batches}
+        return ", ".join(f"{batch}: {choice or NO_DRAFTING}" for batch, choice in best.items())
 
     def describe(self) -> dict[str, Any]:
         """All that it works with, as plain values."""
@@ -199,8 +209,7 @@ class Planner:
         }
 
     def state(self) -> dict[str, Any]:
-        """For people: the choice in force for each batch size, and the factors learnt."""
-        pace, corrections = self.running.pace, self.running.corrections
+        """For people: the choice in force for each batch size, and the factors learnt, by the least such size."""
         choices = {
             f"{batch}/{drafted}": {
                 "choice": str(current.chosen.choice or NO_DRAFTING),
@@ -209,25 +218,11 @@ class Planner:
             }
             for (batch, drafted), current in sorted(self._current.items())
         }
-        factors = {
-            "misses": corrections.misses,
-            "rejections_after_hit": corrections.rejections_after_hit,
-            "rejections_after_miss": corrections.rejections_after_miss,
-            "target": pace.target,
-            "beside": pace.beside,
-            "drafting": pace.drafting,
-            "fallback": pace.fallback,
-            "copied_share": corrections.copied.share,
-            "copied_tau": corrections.copied.tau,
-            "copied_alone_share": corrections.copied_alone.share,
-            "copied_alone_tau": corrections.copied_alone.tau,
-            "copied_alone_wait_ms": 1e3 * corrections.copied_alone.wait,
-        }
         served = {str(batch): vars(served).copy() for batch, served in sorted(self._served.items())}
         return {
             "choices": choices,
             "served": served,
-            "factors": {name: round(value, 4) for name, value in factors.items()},
+            "factors": {str(1 << size >> 1): running.factors() for size, running in sorted(self._running.items())},
         }
 
 

@@ -135,6 +135,25 @@ class Running:
         cells = {cell: ratio.value for cell, ratio in self._cells.items()}
         return Pace(self._target.value, self._drafting.value, self._fallback.value, self._beside.value, cells)
 
+    def factors(self) -> dict[str, float]:
+        """All that was learnt, for people."""
+        pace, corrections = self.pace, self.corrections
+        found = {
+            "misses": corrections.misses,
+            "rejections_after_hit": corrections.rejections_after_hit,
+            "rejections_after_miss": corrections.rejections_after_miss,
+            "target": pace.target,
+            "beside": pace.beside,
+            "drafting": pace.drafting,
+            "fallback": pace.fallback,
+            "copied_share": corrections.copied.share,
+            "copied_tau": corrections.copied.tau,
+            "copied_alone_share": corrections.copied_alone.share,
+            "copied_alone_tau": corrections.copied_alone.tau,
+            "copied_alone_wait_ms": 1e3 * corrections.copied_alone.wait,
+        }
+        return {name: round(value, 4) for name, value in found.items()}
+
     def see(self, step: Step, recorded: Plan) -> None:
         """Learn from one step; ``recorded`` is the plan without any factor."""
         for verification in step.verifications:
