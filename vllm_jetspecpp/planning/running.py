@@ -17,8 +17,8 @@ from vllm_jetspecpp.types import Origin, RoundChoice
 
 LEAST, MOST = 0.05, 20.0
 """A factor stays within; a time twenty times the measured one is a machine that stood still."""
-
-
+LATE = 2.0
+"""An answer that takes this many times as long as expected, and a millisecond, had to wait for its round."""
 COPIED = {True: Copied(0.2, 1.8, 4.0), False: Copied(0.3, 1.7, 3.0, 1e-4)}
 """By whether it is drafted as well: where averages begin."""
 
@@ -229,7 +229,7 @@ class Running:
             ratio = _ratio(wait, said.draft - said.verify + fallback + comm)
             self._drafting.add(ratio, 1.0)
             self._fallback.add(ratio, 1.0)
-        elif said.draft and (self._drafting.value * said.draft > verify or (not missed and wait > comm + 1e-3)):
+        elif said.draft and (self._drafting.value * said.draft > verify or wait > LATE * answer + 1e-3):
             self._drafting.add(_ratio(max(verify + wait - answer, 0.0), said.draft), 1.0)
         elif missed:
             # Apart from the rounds: other products, and on what the target has left in the caches.
