@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vllm_jetspecpp.planning.acceptance import Acceptance, Rounds, unmeasured
@@ -83,13 +84,19 @@ def eq4(costs: Costs, acceptance: Acceptance, batch: int, choice: RoundChoice) -
         p, draft, mean = 0.0, 0.0, tau(acceptance.in_line)
 
     def together(draft: float) -> float:
-        """A step of the two together, from one end to the next."""
+        """A step of the two together, from one end to the next, the gap between their ends normally distributed."""
+        if not costs.concurrent:
+            return verify + draft
         left, time = [verify, draft], 0.0
-        while costs.concurrent and min(left) > 1e-12:
-            rates = (1 / costs.target_slowdown, 1 / costs.draft_slowdown)
+        rates = (1 / costs.target_slowdown, 1 / costs.draft_slowdown)
+        while min(left) > 1e-12:
             both = min(left[0] / rates[0], left[1] / rates[1])
             left, time = [left[0] - both * rates[0], left[1] - both * rates[1]], time + both
-        return time + sum(left)
+        target, drafting = time + left[0] * (left[0] > 1e-12), time + left[1] * (left[1] > 1e-12)
+        grid = np.linspace(-8, 8, 4001)
+        weights = np.exp(-(grid**2) / 2)
+        late = np.maximum(drafting - target + 0.1 * target * grid, 0)
+        return float(target + (late * weights).sum() / weights.sum())
 
     all_hit = p**batch
     both = (1 - all_hit) * together(draft) + (all_hit and all_hit * together(draft + costs.commit(batch * size)))
