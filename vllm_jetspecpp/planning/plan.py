@@ -312,9 +312,12 @@ class Plan:
             self._lengths[key] = lengths
         return self._lengths[key][choice.num_draft_tokens]
 
-    def explain(self, batch: int, drafted: int | None = None) -> list[Prediction]:
-        """The table behind the choice: no drafting first, then every candidate."""
-        return [self.plain(batch), *(self.predict(choice, batch, drafted) for choice in self.options.choices)]
+    def explain(
+        self, batch: int, drafted: int | None = None, among: Sequence[RoundChoice] | None = None
+    ) -> list[Prediction]:
+        """The table behind the choice: no drafting first, then every candidate, or those of ``among``."""
+        choices = self.options.choices if among is None else among
+        return [self.plain(batch), *(self.predict(choice, batch, drafted) for choice in choices)]
 
     def choose(self, batch: int, drafted: int | None = None) -> Prediction:
         """The row of highest throughput; of equal ones the first, so never drafting that is no gain."""

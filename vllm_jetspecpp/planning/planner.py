@@ -8,7 +8,8 @@ steps, at the slower one's speed).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from vllm_jetspecpp.planning.acceptance import Acceptance
@@ -19,6 +20,9 @@ from vllm_jetspecpp.types import NO_DRAFTING, RoundChoice
 
 REPLAN_FIRST, REPLAN_EVERY = 8, 64
 """Steps of one batch size after which its choice is looked at again: few at first, when the recording speaks alone."""
+CLOSE, ALL_EVERY = 0.9, 8
+"""Looks are at the choices that promised this share of the best when all were looked at, in every eighth look: hundreds
+take milliseconds."""
 HYSTERESIS = 1.03
 """A new choice has to promise this many times the present one's throughput."""
 PROMISE_EVERY = 16
@@ -42,11 +46,24 @@ TRIAL_FAILS, LEAST_TRIAL = 0.6, 3
 class _Current:
     """What is in force for a batch size."""
 
-    chosen: Prediction
+    chosen: Prediction = field(init=False)
     until_look: int = REPLAN_FIRST
     """Steps before it is looked at again."""
     interval: int = REPLAN_FIRST
     min_accept_prob: float = 0.0
+    looks: int = 0
+    close: tuple[RoundChoice, ...] | None = None
+    """Choices to look at; None: all."""
+
+    def explain(self, plan: Plan, batch: int, drafted: int) -> list[Prediction]:
+        """The table of the next look."""
+        among = self.close if self.looks % ALL_EVERY else None
+        rows = plan.explain(batch, drafted, among)
+        if among is None:
+            least = CLOSE * best(rows[1:]).throughput
+            self.close = tuple(row.choice for row in rows if row.choice is not None and row.throughput >= least)
+        self.looks += 1
+        return rows
 
 
 class Planner:
@@ -108,7 +125,8 @@ class Planner:
         current = self._current.get((batch, drafted))
         if current is None:
             plan = self.plan(batch)
-            current = self._current[batch, drafted] = _Current(self._best(plan, batch, drafted))
+            current = self._current[batch, drafted] = _Current()
+            current.chosen = _decide(current.explain(plan, batch, drafted), batch)
             current.min_accept_prob = plan.min_accept_prob(current.chosen, batch)
         current.until_look -= 1
         if current.until_look < 0:
@@ -116,18 +134,11 @@ class Planner:
             current.until_look = current.interval
             plan, choice = self.plan(batch), current.chosen.choice
             now = plan.plain(batch) if choice is None else plan.predict(choice, batch, drafted)
-            new = self._best(plan, batch, drafted)
+            new = _decide(current.explain(plan, batch, drafted), batch)
             drafting_fails = choice is not None and now.throughput < plan.plain(batch).throughput
             current.chosen = new if drafting_fails or new.throughput > HYSTERESIS * now.throughput else now
             current.min_accept_prob = plan.min_accept_prob(current.chosen, batch)
         return current
-
-    @staticmethod
-    def _best(plan: Plan, batch: int, drafted: int) -> Prediction:
-        """The choice of the plan, in doubt plain decoding."""
-        chosen, plain = plan.choose(batch, drafted), plan.plain(batch)
-        pays = DRAFTING_PAYS if batch < LARGE_BATCH else DRAFTING_PAYS_LARGE
-        return chosen if chosen.throughput > pays * plain.throughput else plain
 
     def _begin_trial(self, chosen: Prediction, batch: int, drafted: int) -> _Trial | None:
         """Try the other thing, where there is a chance that it is better."""
@@ -182,7 +193,7 @@ class Planner:
         self._interval = TRIAL_EVERY if trial.pays else min(2 * self._interval, TRIAL_AT_MOST_EVERY)
         self._until_trial = self._interval
         for current in self._current.values():
-            current.until_look = 0  # what was learnt counts from the next step on
+            current.until_look = current.looks = 0  # what was learnt counts from the next step on, for all choices
 
     def pin(self, choice: RoundChoice | None) -> None:
         """Take this choice from now on, for measurements; None: no drafting."""
@@ -195,8 +206,8 @@ class Planner:
     def summary(self, max_batch: int) -> str:
         """One line for the log: the choice for each batch size, as known now."""
         batches = [batch for batch in (1, 2, 4, 8, 16) if batch <= max(max_batch, 1)]
-        best = {batch: self._best(self.plan(batch), batch, batch).choice for batch in batches}
-        return ", ".join(f"{batch}: {choice or NO_DRAFTING}" for batch, choice in best.items())
+        chosen = {batch: _decide(self.plan(batch).explain(batch), batch).choice for batch in batches}
+        return ", ".join(f"{batch}: {choice or NO_DRAFTING}" for batch, choice in chosen.items())
 
     def describe(self) -> dict[str, Any]:
         """All that it works with, as plain values."""
@@ -273,6 +284,13 @@ class FixedChoice:
     def describe(self) -> dict[str, Any]:
         """Nothing was measured."""
         return {}
+
+
+def _decide(rows: Sequence[Prediction], batch: int) -> Prediction:
+    """The best row, in doubt plain decoding, which is the first."""
+    chosen, plain = best(rows), rows[0]
+    pays = DRAFTING_PAYS if batch < LARGE_BATCH else DRAFTING_PAYS_LARGE
+    return chosen if chosen.throughput > pays * plain.throughput else plain
 
 
 class _Trial:
