@@ -15,7 +15,7 @@ from vllm_jetspecpp.runtime.offline import generate
 from vllm_jetspecpp.types import Origin
 
 
-@pytest.mark.parametrize("shape", [(7, 1, 0, 0), (7, 4, 1, 1), (3, 16, 3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 1, 0, 0), (7, 4, 1, 1), (3, 16, 3, 3), (5, 8, 0, 1)], ids=str)
 def test_greedy_output_is_the_targets(tiny: Tiny, shape: tuple[int, int, int, int]) -> None:
     prompt = random_tokens(12, seed=1)
     result = generate(tiny.offline(), tiny.engine(RoundConfig(*shape)), prompt, max_tokens=40)
@@ -32,11 +32,11 @@ def test_more_outcomes_hit_more_often(tiny: Tiny) -> None:
     assert rates[1] > rates[0] and rates[1] > 0.1
 
 
-@pytest.mark.parametrize("rule", ["uncalibrated", "calibrated"])
-def test_temperature_one_follows_the_target(tiny: Tiny, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "refreshes"), [("uncalibrated", 0), ("calibrated", 0), ("calibrated", 1)])
+def test_temperature_one_follows_the_target(tiny: Tiny, rule: str, refreshes: int) -> None:
     """The third token, after one or two rounds with hits among them, over many seeds. False alarm: .001."""
     prompt, count = random_tokens(6, seed=2), 300
-    config = tiny.config(RoundConfig(2, 8, 0, 0, rule))
+    config = tiny.config(RoundConfig(2, 8, 0, refreshes, rule))
     calibration = Calibration(2, (0.2, 0.5, 0.5, -0.2, -0.1, 0.0), 1.2, -7.0, 0.9)
     engine = DraftEngine.from_networks(config, tiny.networks(config.round), calibration)
     target, seen, origins = tiny.offline(), Counter[int](), Counter[Origin]()
