@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,13 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in {seconds} s"
         time.sleep(0.05)
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, and wait for it: on another core the process may run on for a moment, and answer a message."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    wait_for(lambda: all(" T " in (t / "stat").read_text() for t in tasks.iterdir()), 5, f"the stop of {pid}")
 
 
 def cluster_processes(directory: str) -> dict[int, str]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.draft_process_tools import assert_nothing_left, cluster_processes, ended, own_temp_dir, wait_for
+from tests.draft_process_tools import assert_nothing_left, cluster_processes, ended, freeze, own_temp_dir, wait_for
 from tests.runtime.scripted_engines import RAISE
 from vllm_jetspecpp.config import EngineConfig, RoundConfig
 from vllm_jetspecpp.draft_process import supervisor, sweep
@@ -99,7 +99,7 @@ def test_life_of_a_draft_process(temp_dir, caplog, monkeypatch):
         pid = assert_replaced(client, pid, generation=3)
         assert "scripted failure" in caplog.text
 
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         client.send(batch(30))
         began = time.monotonic()
         assert client.receive() is None

@@ -7,6 +7,7 @@ import signal
 import psutil
 import pytest
 
+from tests.draft_process_tools import freeze
 from tests.ray_nodes import FAR, FAR_IP, HEAD_IP
 from tests.runtime.scripted_engines import RAISE
 from tests.runtime.test_draft_process import (
@@ -71,7 +72,7 @@ def test_life_on_another_node(ray_nodes, far_client, caplog):
     pid = assert_replaced(client, pid, generation=3)
     assert "scripted failure" in caplog.text
 
-    os.kill(pid, signal.SIGSTOP)
+    freeze(pid)
     client.send(batch(30))
     assert client.receive() is None and client.stats.timeouts == 1
     pid = assert_replaced(client, pid, generation=4)

@@ -202,7 +202,7 @@ def test_draft_process_elsewhere_takes_no_core_of_this_host(create: Create, monk
             {"num_outcomes": "auto", "jacobi_passes": 7},
             "acceptance statistics know J0-R0, J0-R1, J1-R1, J2-R2, J3-R3, and none with jacobi_passes 7",
         ),
-        ({"jacobi_passes": 1, "context_refreshes": 3}, "context_refreshes must be at most jacobi_passes . 1"),
+        ({"jacobi_passes": 1, "context_refreshes": 3}, "context_refreshes must be at most jacobi_passes + 1"),
         (
             {"selection": "best"},
             "selection must be one of 'auto', 'calibrated', 'conformal', 'uncalibrated'",

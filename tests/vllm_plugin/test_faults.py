@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.draft_process_tools import cluster_processes, own_temp_dir, wait_for
+from tests.draft_process_tools import cluster_processes, freeze, own_temp_dir, wait_for
 from tests.faulty_engine import FAILED, FULL, order, scribble
 from tests.vllm_plugin.served import FIRST_DELAY, MAX_DELAY, NO_ANSWER, REPLY_TIMEOUT, Fault, Served, served, suffer
 from vllm_jetspecpp.demo.server import free_port
@@ -142,7 +142,7 @@ def kill_keeper(served: Served, patch: pytest.MonkeyPatch) -> None:
 
 def stop_both(served: Served, patch: pytest.MonkeyPatch) -> None:
     for pid in (keeper_pid(), served.draft_pid()):
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
 
 
 def lose_request(served: Served, patch: pytest.MonkeyPatch) -> None:
